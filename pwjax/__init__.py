@@ -1,0 +1,1 @@
+"""pwjax: Mixture-of-Experts serving in JAX under one memory budget."""
