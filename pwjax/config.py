@@ -55,9 +55,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
-            "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-        ):  # fmt: skip
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "num_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"config.json: {name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:

@@ -117,7 +117,9 @@ def pack_lut(lut: np.ndarray) -> np.ndarray:
     return words[..., :half] | (words[..., half:] << 16)
 
 
-def pack_page(layout: BlockLayout, bits: int, indices: np.ndarray, lut: np.ndarray, row_scale: np.ndarray) -> np.ndarray:
+def pack_page(
+    layout: BlockLayout, bits: int, indices: np.ndarray, lut: np.ndarray, row_scale: np.ndarray
+) -> np.ndarray:
     """One page of each of a batch of linear-blocks.
 
     Args:

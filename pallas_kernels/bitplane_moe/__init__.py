@@ -1,0 +1,1 @@
+"""Routed experts computed from bit-planes in arena slots."""
