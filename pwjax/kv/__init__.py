@@ -1,0 +1,1 @@
+"""KV blocks of sequences: which arena slots hold which tokens."""
