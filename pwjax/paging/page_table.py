@@ -113,6 +113,7 @@ class WeightPageTable:
             q = max(q + 1, MIN_BITS)
         changed = q != self.committed[index]
         self.committed[index] = q
+        self.desired[index] = max(int(self.desired[index]), q)
         return bool(changed)
 
     def abandon_page_in(self, index: int, bits: int) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""The serving engine: scheduler, jitted steps, sampling, streaming."""

@@ -1,0 +1,127 @@
+"""Options of the engine, validated. Names are vLLM's where it has one."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Literal
+
+from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS
+from pwjax.errors import UserError
+
+MethodName = Literal["bf16", "uniform", "random", "static", "pagedweight"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How the experts' precision is chosen.
+
+    Attributes:
+        name: `bf16` dense experts; `uniform` all at `bits`; `random` one-bit raises from all-3 to a mean of `bits`;
+            `static` least damage within the memory (or a mean of `bits`), no movement; `pagedweight` moves pages.
+        bits: the number after the colon, if any.
+    """
+
+    name: MethodName
+    bits: float | None = None
+
+    @property
+    def moves_pages(self) -> bool:
+        return self.name == "pagedweight"
+
+    def __str__(self) -> str:
+        return self.name if self.bits is None else f"{self.name}:{self.bits:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> Method:
+        match = re.fullmatch(r"(bf16|uniform|random|static|pagedweight)(?::([0-9.]+))?", text)
+        try:
+            name, bits = match[1], None if match[2] is None else float(match[2])  # type: ignore[index]
+        except (TypeError, ValueError):
+            raise UserError(
+                f"--method {text}: unknown; use bf16, uniform:<3..8>, random:<mean bits>, static[:<mean bits>] or pagedweight"
+            ) from None
+        if name in ("bf16", "pagedweight") and bits is not None:
+            raise UserError(f"--method {text}: {name} takes no number; use --mean-bits for a precision target")
+        if name in ("uniform", "random") and bits is None:
+            raise UserError(f"--method {text}: say how many bits, as in {name}:4")
+        if bits is not None and not MIN_BITS <= bits <= MAX_BITS:
+            raise UserError(f"--method {text}: bits must lie between {MIN_BITS} and {MAX_BITS}")
+        if name == "uniform" and bits != int(bits or 0):
+            raise UserError(f"--method {text}: uniform takes whole bits; static:{bits} mixes")
+        return cls(name, bits)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine.
+
+    Attributes:
+        memory_budget_bytes: device bytes for everything; None takes the default for the device.
+        method: see `Method`.
+        mean_bits: derive the budget from this mean precision of the experts instead.
+        max_model_len: longest sequence in tokens, prompt and generation; None takes the model's limit.
+        max_num_seqs: sequences that run at once.
+        prefill_chunk_tokens: prompt tokens in one step.
+        dtype: of activations and dense weights. float32 is for parity tests.
+        max_bits: highest precision served; None takes the store's default.
+        low_watermark_blocks, high_watermark_blocks: free KV blocks below which weights give way, and above which they
+            come back; None: 8 blocks or 2% of the arena, and twice that.
+        reserve_kv: hold the KV of `max_num_seqs` full-length sequences from the start, with both watermarks 0, so that
+            quality is judged at the precision that the memory really allows.
+        implementation: of the kernels; an explicit choice never falls back.
+        exchange: trade bits between cold and hot experts when there is no pressure.
+        routing: use routing statistics (ablation switch).
+        replay: moves of an earlier run, by step, to repeat exactly.
+    """
+
+    memory_budget_bytes: int | None = None
+    method: Method = Method("pagedweight")
+    mean_bits: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    prefill_chunk_tokens: int = 256
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    block_size: int = 16
+    max_bits: int | None = None
+    low_watermark_blocks: int | None = None
+    high_watermark_blocks: int | None = None
+    reserve_kv: bool = False
+    implementation: Literal["auto", "triton", "xla"] = "auto"
+    exchange: bool = True
+    routing: bool = True
+    replay: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "prefill_chunk_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise UserError(f"--max-model-len is {self.max_model_len}; it must be at least 2")
+        if self.memory_budget_bytes is not None and self.mean_bits is not None:
+            raise UserError("--memory-budget and --mean-bits both set the budget; give one of them")
+        if self.mean_bits is not None and not MIN_BITS <= self.mean_bits <= MAX_BITS:
+            raise UserError(f"--mean-bits is {self.mean_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
+        if self.max_bits is not None and not MIN_BITS <= self.max_bits <= MAX_BITS:
+            raise UserError(f"--max-bits is {self.max_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
+        if self.dtype not in ("bfloat16", "float32") or self.kv_dtype not in ("bfloat16", "float32"):
+            raise UserError("--dtype and --kv-dtype are bfloat16 or float32")
+        if self.implementation not in ("auto", "triton", "xla"):
+            raise UserError(f"--implementation is {self.implementation}; use auto, triton or xla")
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Batch sizes that decode steps are compiled for. The smallest is 2: a row's bits then don't depend on how
+        many sequences share its step up to the bucket (a batch of one takes other code paths in XLA)."""
+        buckets, size = [], 2
+        while size < self.max_num_seqs:
+            buckets.append(size)
+            size *= 2
+        return (*buckets, size)
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        """Chunk lengths that prefill steps are compiled for."""
+        small = max(16, self.prefill_chunk_tokens // 8)
+        return (small, self.prefill_chunk_tokens) if small < self.prefill_chunk_tokens else (self.prefill_chunk_tokens,)

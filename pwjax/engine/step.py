@@ -1,0 +1,212 @@
+"""One step of the model as a pure function: tokens in, next tokens out, KV written, routing mass added up.
+
+A step runs `S` sequences with up to `Q` tokens each: decode is `(S, 1)`, a prefill chunk `(1, Q)`, scoring `(S, Q)`.
+Layers are unrolled. The arena, the KV block table, the last tokens and the routing mass are donated and updated in
+place; the weight page tables are read only. Nothing goes to the host inside a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bitplane_moe.api import bitplane_moe, dense_moe
+from pallas_kernels.bitplane_moe.layout import MoEGeometry
+from pallas_kernels.paged_attention.api import paged_attention, write_kv
+from pallas_kernels.paged_attention.layout import KVGeometry
+from pwjax.config import ModelConfig
+from pwjax.engine.sampler import sample
+from pwjax.models import merge
+
+# Columns of `StepInputs.sequences`.
+ROW, START, LENGTH, FROM_DEVICE, TOP_K, SEED = range(6)
+SCORE_TOKENS = 256  # tokens whose logits exist at one time while scoring
+
+
+class StepState(NamedTuple):
+    """Donated through every step.
+
+    arena: uint32 `[num_slots, slot_words]`.
+    kv_table: int32 `[max_num_seqs, max_blocks, block_slots]`.
+    last_tokens: int32 `[max_num_seqs]`, the newest token of every row.
+    mass: float32 `[max_num_seqs, moe_layers, experts]`, equation 1's sums since each request's first token.
+    """
+
+    arena: jax.Array
+    kv_table: jax.Array
+    last_tokens: jax.Array
+    mass: jax.Array
+
+
+class StepInputs(NamedTuple):
+    """Sent by the host for every step.
+
+    sequences: int32 `[S, 6]`: row (max_num_seqs is padding), position of the first token, number of real tokens,
+        whether the token is the row's newest on the device, top_k, seed.
+    sampling: float32 `[S, 3]`: temperature, top_p, min_p.
+    tokens: int32 `[S, Q]`.
+    targets: int32 `[S, Q]`, the tokens to score; `[S, 0]` where a step doesn't score.
+    kv_delta: int32 `[P, 2 + block_slots]`: row, block and slots of every new KV block; row max_num_seqs is padding.
+    """
+
+    sequences: Any
+    sampling: Any
+    tokens: Any
+    targets: Any
+    kv_delta: Any
+
+
+class StepOutputs(NamedTuple):
+    """tokens: int32 `[S]`, sampled (-1: logits were not finite). nats: float32 `[S, Q]`, minus log p of the targets."""
+
+    tokens: jax.Array
+    nats: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """`sequences` S and `tokens` Q of a compiled step; `score` says whether it returns nats."""
+
+    sequences: int
+    tokens: int
+    score: bool = False
+
+    def kv_delta_rows(self, block_size: int) -> int:
+        """Blocks that such a step can need at most: a chunk may start in the middle of one."""
+        return self.sequences * (-(-self.tokens // block_size) + (self.tokens > 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSpec:
+    """Everything static about a step."""
+
+    config: ModelConfig
+    graphdef: Any
+    moe: MoEGeometry | None
+    kv: KVGeometry
+    implementation: str
+
+
+ExpertTables = tuple[jax.Array, jax.Array] | tuple[tuple[jax.Array, jax.Array], ...]
+
+
+def make_step(spec: StepSpec, shape: StepShape) -> Callable[..., tuple[StepState, StepOutputs]]:
+    """The step function `(params, experts, state, inputs) -> (state, outputs)` for one shape.
+
+    `experts` is `(slot_table, bits)` where weights are paged, and one `(gate_up, down)` a layer for method bf16.
+    """
+    config = spec.config
+    scale = config.head_dim**-0.5
+
+    def step(params, experts, state: StepState, inputs: StepInputs):
+        model = merge(spec.graphdef, params)
+        rows, start, length = (inputs.sequences[:, i] for i in (ROW, START, LENGTH))
+        arena, kv_table = state.arena, _apply_kv_delta(state.kv_table, inputs.kv_delta)
+        offsets = jnp.arange(shape.tokens, dtype=jnp.int32)
+        positions = start[:, None] + offsets
+        valid = offsets < length[:, None]
+        tokens = _input_tokens(inputs, state.last_tokens)
+
+        x = model.embed(tokens)
+        masses = []
+        moe_layer = 0
+        for index, layer in enumerate(model.layers):
+            q, k, v = layer.qkv(x, positions)
+            arena = write_kv(arena, k, v, kv_table, rows, start, length, layer=index, geometry=spec.kv)
+            o = paged_attention(
+                q, arena, kv_table, rows, start, length, layer=index, geometry=spec.kv, scale=scale,
+                window=config.windows[index], implementation=spec.implementation,
+            )  # fmt: skip
+            x = layer.add_attention(x, o)
+            if not layer.is_moe:
+                x = layer.add_mlp(x)
+                continue
+            h, ids, weights = layer.route(x)
+            # Padding chooses no expert: it costs nothing and leaves no trace in the statistics.
+            ids = jnp.where(valid[..., None], ids, config.num_experts)
+            y = _routed_experts(spec, experts, moe_layer, arena, h, ids, weights)
+            masses.append(_routing_mass(ids, weights, config.num_experts))
+            x = layer.add_experts(x, h, y)
+            moe_layer += 1
+
+        nats = _score(model, x, inputs.targets) if shape.score else jnp.zeros((shape.sequences, 0), jnp.float32)
+        last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
+        sampled = _sample(model.logits(last), inputs, positions=start + length)
+        state = StepState(
+            arena,
+            kv_table,
+            state.last_tokens.at[rows].set(sampled, mode="drop"),
+            _add_mass(state.mass, rows, start, jnp.stack(masses, axis=1)),
+        )
+        return state, StepOutputs(sampled, nats)
+
+    return step
+
+
+def _apply_kv_delta(kv_table: jax.Array, delta: jax.Array) -> jax.Array:
+    return kv_table.at[delta[:, 0], delta[:, 1]].set(delta[:, 2:], mode="drop")
+
+
+def _input_tokens(inputs: StepInputs, last_tokens: jax.Array) -> jax.Array:
+    """Tokens `[S, Q]`; a decoding row takes its newest token from the device, so that no step waits for the host."""
+    newest = last_tokens.at[inputs.sequences[:, ROW]].get(mode="fill", fill_value=0)
+    return jnp.where(inputs.sequences[:, FROM_DEVICE, None] > 0, newest[:, None], inputs.tokens)
+
+
+def _routed_experts(spec: StepSpec, experts, moe_layer: int, arena, h, ids, weights) -> jax.Array:
+    """Routed output `[S, Q, H]` from pages in the arena, or from dense experts."""
+    flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+    arguments = flat(h), flat(ids), flat(weights).astype(jnp.float32)
+    if spec.moe is None:
+        gate_up, down = experts[moe_layer]
+        y, _ = dense_moe(*arguments, gate_up, down, activation="silu", implementation=spec.implementation)
+    else:
+        slot_table, bits = experts
+        split = spec.moe.gate_up.total_slots
+        y, _ = bitplane_moe(
+            *arguments, slot_table[moe_layer, :, :split], slot_table[moe_layer, :, split:], bits[moe_layer], arena,
+            geometry=spec.moe, implementation=spec.implementation,
+        )  # fmt: skip
+    return y.reshape(h.shape)
+
+
+def _routing_mass(ids: jax.Array, weights: jax.Array, num_experts: int) -> jax.Array:
+    """Sum of routing weights by expert, `[S, E]` (numerator of equation 1)."""
+    sequences = ids.shape[0]
+    flat = ids.reshape(sequences, -1)
+    owner = jnp.broadcast_to(jnp.arange(sequences)[:, None], flat.shape)
+    zeros = jnp.zeros((sequences, num_experts), jnp.float32)
+    return zeros.at[owner, flat].add(weights.reshape(sequences, -1).astype(jnp.float32), mode="drop")
+
+
+def _add_mass(mass: jax.Array, rows: jax.Array, start: jax.Array, new: jax.Array) -> jax.Array:
+    """Adds `new` `[S, L, E]` to the rows; a sequence that starts at position 0 starts anew."""
+    old = mass.at[rows].get(mode="fill", fill_value=0)
+    return mass.at[rows].set(jnp.where(start[:, None, None] == 0, 0, old) + new, mode="drop")
+
+
+def _sample(logits: jax.Array, inputs: StepInputs, positions: jax.Array) -> jax.Array:
+    temperature, top_p, min_p = (inputs.sampling[:, i] for i in range(3))
+    seeds = inputs.sequences[:, SEED].astype(jnp.uint32)
+    return sample(logits, temperature, inputs.sequences[:, TOP_K], top_p, min_p, seeds, positions)
+
+
+def _score(model, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Minus log-probability of `targets` `[S, Q]` given the hidden states, a bounded number of tokens at a time."""
+    sequences, tokens, width = x.shape
+    count = sequences * tokens
+    chunk = min(SCORE_TOKENS, count)
+    padding = -count % chunk
+    hidden = jnp.pad(x.reshape(count, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
+    wanted = jnp.pad(targets.reshape(count), (0, padding)).reshape(-1, chunk)
+
+    def nats(pair):
+        h, t = pair
+        logits = model.logits(h)
+        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, t[:, None], axis=-1)[:, 0]
+
+    return jax.lax.map(nats, (hidden, wanted)).reshape(-1)[:count].reshape(sequences, tokens)
