@@ -1,4 +1,4 @@
-"""Reads a Hugging Face MoE folder: checks all of it before anything is written, then gives one tensor or layer at a time.
+"""Reads a Hugging Face MoE folder: checks all of it before anything is written, then gives a tensor or layer at a time.
 
 Both expert layouts, any sharding, both spellings of `config.json`; the files' rules are in safetensors_files.py, the
 tensors' names in hf_layout.py.
@@ -56,8 +56,8 @@ class HFCheckpoint:
         tensors: every tensor of them by name.
 
     Raises:
-        UserError: not a folder, no or bad `config.json`, no weights, a stale index, a truncated or damaged file, a tensor
-            in two files, a quantized checkpoint; one line that names the file.
+        UserError: not a folder, no or bad `config.json`, no weights, a stale index, a truncated or damaged file, a
+            tensor in two files, a quantized checkpoint; one line that names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -100,7 +100,7 @@ class HFCheckpoint:
         """Reads every weight once, in file order, and checks that it is finite; 16 MiB of memory.
 
         Raises:
-            UserError: a NaN or an infinity, with file, tensor and first index; a tied head that differs from the embedding.
+            UserError: a NaN or an infinity, with file, tensor and first index; a tied head unlike the embedding.
         """
         redundant = {name for name in self.layout.redundant if name != "lm_head.weight"}
         done = 0
@@ -135,7 +135,7 @@ class HFCheckpoint:
             layer: MoE layer, from 0 (not the decoder layer, where they differ).
 
         Returns:
-            gate_up `[E, 2I, H]` (gate rows first) and down `[E, H, I]`, in the file's type (float32 if types are mixed).
+            gate_up `[E, 2I, H]` (gate rows first) and down `[E, H, I]`, in the file's type (float32 if mixed).
             Host memory: these two arrays.
         """
         experts = self.layout.experts[layer]

@@ -1,7 +1,7 @@
 """`manifest.json` of a prepared store: what `prepare` made, and the proof that it finished.
 
-It is the last file that `prepare` writes; a folder without it is unfinished and does not load. It lists every other file
-with its size, so that a store that lost something says which file at once.
+It is the last file that `prepare` writes; a folder without it is unfinished and does not load. It lists every other
+file with its size, so that a store that lost something says which file at once.
 """
 
 from __future__ import annotations

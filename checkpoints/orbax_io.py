@@ -1,8 +1,8 @@
 """One Orbax (v1 API) checkpoint of NumPy arrays: written whole or not at all, read back with types pinned.
 
 Orbax casts silently to whatever type a caller asks for, and it keeps no checksum of the values. So a saved tree carries
-a CRC-32 for every array in its custom metadata, and `load_arrays` compares shape and type of what is stored with what the
-caller expects before it reads, and the checksum after. Every fault becomes one `UserError` that names the folder.
+a CRC-32 for every array in its custom metadata, and `load_arrays` compares shape and type of what is stored with what
+the caller expects before it reads, and the checksum after. Every fault becomes one `UserError` that names the folder.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Spec = tuple[tuple[int, ...] | None, Any]
 
 READ_CONCURRENT_BYTES = 32 * 2**20  # without a limit a load peaks at 1.6 to 2 times the arrays' bytes
 _TMP_MARK = "orbax-checkpoint-tmp"
+_ADVICE = "run prepare into a new folder"
 
 
 def _context(*, partial_load: bool = False) -> ocp.Context:
@@ -52,12 +53,12 @@ def save_arrays(folder: Path, arrays: Arrays) -> None:
             raise ValueError(f"{folder}: array {name!r} has shape {value.shape}; it needs elements and a plain name")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _context():
-        ocp.save(folder.absolute(), leaves, custom_metadata={"crc32": {n: _crc32(v) for n, v in leaves.items()}})
+        ocp.save(str(folder.absolute()), leaves, custom_metadata={"crc32": {n: _crc32(v) for n, v in leaves.items()}})
 
 
 def is_saved(folder: Path) -> bool:
     """Whether a complete checkpoint lies at `folder` (Orbax renames it into place at the end of a save)."""
-    return folder.is_dir() and ocp.is_orbax_checkpoint(folder.absolute())
+    return folder.is_dir() and ocp.is_orbax_checkpoint(str(folder.absolute()))
 
 
 def partial_saves(folder: Path) -> list[Path]:
@@ -74,7 +75,7 @@ def load_arrays(folder: Path, expected: Mapping[str, Spec] | None = None) -> dic
     """Reads arrays of a checkpoint.
 
     Args:
-        expected: the arrays wanted (others aren't read) with the shape and type each must have; None reads all as stored.
+        expected: the arrays wanted (others aren't read), with their shapes and types; None reads all as stored.
 
     Returns:
         NumPy arrays of exactly the stored types.
@@ -88,23 +89,21 @@ def load_arrays(folder: Path, expected: Mapping[str, Spec] | None = None) -> dic
     wanted = leaves if expected is None else {name: leaves[name] for name in expected}
     try:
         with _context(partial_load=True):
-            arrays = ocp.load(folder.absolute(), wanted)
+            arrays = ocp.load(str(folder.absolute()), wanted)
     except Exception as error:  # Orbax and TensorStore raise many types for a damaged folder
         raise _damaged(folder, error) from error
     for name, value in arrays.items():
         if checksums.get(name) != _crc32(value):
-            raise UserError(
-                f"{folder}: array {name!r} is corrupted (its checksum differs); run prepare into a new folder"
-            )
+            raise UserError(f"{folder}: array {name!r} is corrupted (its checksum differs); {_ADVICE}")
     return arrays
 
 
 def _metadata(folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Leaves (with shape and dtype) by name, and checksums by name."""
     if not is_saved(folder):
-        raise UserError(f"{folder}: no complete checkpoint there; the folder is damaged: run prepare into a new folder")
+        raise UserError(f"{folder}: no complete checkpoint there; the folder is damaged: {_ADVICE}")
     try:
-        metadata = ocp.metadata(folder.absolute())
+        metadata = ocp.metadata(str(folder.absolute()))
         return dict(metadata.metadata), dict((metadata.custom_metadata or {})["crc32"])  # type: ignore[call-overload]
     except Exception as error:
         raise _damaged(folder, error) from error
@@ -112,7 +111,7 @@ def _metadata(folder: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _check_spec(folder: Path, name: str, leaf: Any, shape: tuple[int, ...] | None, dtype: np.dtype) -> None:
     if leaf is None:
-        raise UserError(f"{folder}: array {name!r} is missing; run prepare into a new folder")
+        raise UserError(f"{folder}: array {name!r} is missing; {_ADVICE}")
     if np.dtype(leaf.dtype) != dtype:
         raise UserError(f"{folder}: array {name!r} is stored as {np.dtype(leaf.dtype)}, expected {dtype}")
     if shape is not None and tuple(leaf.shape) != tuple(shape):
@@ -121,9 +120,7 @@ def _check_spec(folder: Path, name: str, leaf: Any, shape: tuple[int, ...] | Non
 
 def _damaged(folder: Path, error: Exception) -> UserError:
     first_line = (str(error).strip().splitlines() or [""])[0][:200]
-    return UserError(
-        f"{folder}: damaged checkpoint ({type(error).__name__}: {first_line}); run prepare into a new folder"
-    )
+    return UserError(f"{folder}: damaged checkpoint ({type(error).__name__}: {first_line}); {_ADVICE}")
 
 
 def _crc32(array: np.ndarray) -> int:

@@ -1,8 +1,8 @@
 """The `*.safetensors` files of a folder: which there are, what their headers say, and the bytes of one tensor.
 
-Tensors are read with plain reads straight into the caller's array. `safe_open` maps the file instead, and the mapped pages
-count as memory of the process beside the copy it returns: twice a layer, where `prepare` may have 1.5. The library
-still checks every header. Format: 8 bytes header length, a JSON header, then the tensors without gaps.
+Tensors are read with plain reads straight into the caller's array. `safe_open` maps the file instead, and the mapped
+pages count as memory of the process beside the copy it returns: twice a layer, where `prepare` may have 1.5. The
+library still checks every header. Format: 8 bytes header length, a JSON header, then the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tensor:
             raise ValueError(f"{self.name}: reading past the end")
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.start + start_bytes)
-            view = memoryview(out.reshape(-1).view(np.uint8))
+            view = out.reshape(-1).view(np.uint8).data
             while view:
                 count = file.readinto(view)
                 if not count:
@@ -85,7 +85,7 @@ class Tensor:
 def find_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a folder.
 
-    With an index, the files it names, all of which must exist. Without, every `*.safetensors` there (whatever their names).
+    With an index, the files it names, all of which must exist. Without, every `*.safetensors` there, whatever its name.
 
     Returns:
         Sorted paths, and the index's `weight_map` (empty without an index).
@@ -150,7 +150,7 @@ def read_header(file: Path) -> list[Tensor]:
 
 
 def file_fingerprint(file: Path) -> str:
-    """sha256 of a file's size, its header, and 64 short samples of its data (a re-trained model has the same header)."""
+    """sha256 of a file's size, its header, and samples of its data (a re-trained model has the same header)."""
     size_bytes = file.stat().st_size
     digest = hashlib.sha256(str(size_bytes).encode())
     with open(file, "rb") as stream:

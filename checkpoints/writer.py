@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -67,8 +67,8 @@ class PreparedWriter:
         source: whether the bf16 experts are kept; then `finish` requires them and `has_layer` waits for them.
 
     Raises:
-        UserError: `out` is a file, a finished store, a non-empty folder that is not an unfinished prepare, an unfinished
-            prepare of other sources or options (named), or one that another process is writing now.
+        UserError: `out` is a file, a finished store, a non-empty folder that is not an unfinished prepare, an
+            unfinished prepare of other sources or options (named), or one that another process is writing now.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PreparedWriter:
         return (self.out / DENSE_INDEX_NAME).is_file()
 
     def write_dense(self, tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]]) -> None:
-        """Saves dense weights by hub name, rounded to bf16, as they come; host memory: `DENSE_GROUP_BYTES` and a tensor."""
+        """Saves dense weights by hub name, rounded to bf16, as they come; host memory: 256 MiB and a tensor."""
         folder = self.out / "dense"
         (self.out / DENSE_INDEX_NAME).unlink(missing_ok=True)
         if folder.exists():
@@ -151,7 +151,8 @@ class PreparedWriter:
         index: dict[str, int] = {}
         group: dict[str, np.ndarray] = {}
         number = 0
-        for name, value in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for name, value in cast(Iterable[tuple[str, np.ndarray]], pairs):
             value = as_bf16(value)
             if group and sum(v.nbytes for v in group.values()) + value.nbytes > DENSE_GROUP_BYTES:
                 save_arrays(folder / f"{number:03d}", group)
