@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from pwjax.engine.detokenizer import OutputStream
 from pwjax.engine.sampling_params import SamplingParams
 
 
@@ -33,12 +34,17 @@ class Sequence:
         row: row of the KV table while running.
         mass: float32 `[moe_layers, experts]`, routing mass when last observed; None before.
         nats: scores read so far.
+        error: why the engine gave up on the request, for `finish_reason` "abort".
+        seed: of this request's random numbers, uint32.
+        stream: ids to text; None for a request that scores.
     """
 
     id: int
     prompt: list[int]
     params: SamplingParams
     max_tokens: int
+    seed: int = 0
+    stream: OutputStream | None = None
     targets: list[int] | None = None
     status: Status = Status.WAITING
     outputs: list[int] = dataclasses.field(default_factory=list)
@@ -49,9 +55,11 @@ class Sequence:
     skipped: int = 0
     preemptions: int = 0
     finish_reason: str | None = None
+    error: str | None = None
     mass: np.ndarray | None = None
     nats: list[np.ndarray] = dataclasses.field(default_factory=list)
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    started_s: float | None = None
     first_token_s: float | None = None
     finish_s: float | None = None
 

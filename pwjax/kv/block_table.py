@@ -46,6 +46,11 @@ class KVBlockTable:
         """Slots that a sequence of `tokens` occupies."""
         return self.blocks_for(tokens) * self.geometry.block_slots
 
+    @property
+    def used_slots(self) -> int:
+        """Slots of all sequences."""
+        return sum(map(len, self._blocks)) * self.geometry.block_slots
+
     def num_blocks(self, row: int) -> int:
         return len(self._blocks[row])
 

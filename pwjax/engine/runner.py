@@ -1,0 +1,194 @@
+"""Owns the device: parameters, arena, tables, and one compiled program a step shape.
+
+Everything is compiled ahead of time and called with fresh host arrays, so nothing compiles later and no array that
+the host may still write is ever aliased by a running step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pwjax.engine.memory import workspace_bytes
+from pwjax.engine.scheduler import Batch
+from pwjax.engine.step import (
+    FROM_DEVICE,
+    LENGTH,
+    ROW,
+    SEED,
+    START,
+    TOP_K,
+    StepInputs,
+    StepOutputs,
+    StepShape,
+    StepSpec,
+    StepState,
+    make_step,
+)
+from pwjax.paging.device import WeightState
+
+
+@dataclasses.dataclass(frozen=True)
+class TableShapes:
+    """Shapes of the per-sequence device tables."""
+
+    kv_table: tuple[int, int, int]
+    mass: tuple[int, int, int]
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.kv_table[0]
+
+    @property
+    def nbytes(self) -> int:
+        """All entries are 4 bytes; the newest tokens are one a row."""
+        return 4 * (int(np.prod(self.kv_table)) + int(np.prod(self.mass)) + self.max_num_seqs)
+
+
+class StepCompiler:
+    """Lowers and compiles steps against abstract arguments.
+
+    Args:
+        spec: static part of the step.
+        params: dense weights, flat leaves.
+        experts: dense experts a layer (method bf16), or None where weights are paged.
+        page_table_shape: of the slot table, `[moe_layers, experts, row_slots]`.
+        tables: per-sequence tables.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        params: tuple[jax.Array, ...],
+        experts: tuple[tuple[jax.Array, jax.Array], ...] | None,
+        page_table_shape: tuple[int, int, int],
+        tables: TableShapes,
+    ) -> None:
+        self.spec = spec
+        self._params, self._experts, self._tables = params, experts, tables
+        self._page_table_shape = page_table_shape
+
+    def compile(self, shape: StepShape, num_slots: int) -> jax.stages.Compiled:
+        """The step for one shape with an arena of `num_slots`; all its state is donated."""
+        spec, tables = self.spec, self._tables
+        int32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)  # noqa: E731
+        float32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+        state = StepState(
+            jax.ShapeDtypeStruct((num_slots, spec.kv.slot_words), jnp.uint32),
+            int32(*tables.kv_table),
+            int32(tables.max_num_seqs),
+            float32(*tables.mass),
+        )
+        layers, experts, _ = self._page_table_shape
+        paged = (int32(*self._page_table_shape), int32(layers, experts, 2))
+        inputs = StepInputs(
+            int32(shape.sequences, 6),
+            float32(shape.sequences, 3),
+            int32(shape.sequences, shape.tokens),
+            int32(shape.sequences, shape.tokens if shape.score else 0),
+            int32(shape.kv_delta_rows(spec.kv.block_size), 2 + spec.kv.block_slots),
+        )
+        step = jax.jit(make_step(spec, shape), donate_argnums=2)
+        return step.lower(self._params, self._experts or paged, state, inputs).compile()
+
+
+class Runner:
+    """Runs compiled steps on the device.
+
+    Args:
+        compiler: makes the programs.
+        weights: arena and weight page tables; the arena is donated through every step and put back.
+        tables: per-sequence tables.
+        shapes: step shapes to compile now.
+    """
+
+    def __init__(
+        self,
+        compiler: StepCompiler,
+        params: tuple[jax.Array, ...],
+        experts: tuple[tuple[jax.Array, jax.Array], ...] | None,
+        weights: WeightState,
+        tables: TableShapes,
+        shapes: Iterable[StepShape],
+    ) -> None:
+        self._compiler, self._params, self._experts = compiler, params, experts
+        self.weights, self._tables = weights, tables
+        zeros = jax.jit(
+            lambda: (
+                jnp.zeros(tables.kv_table, jnp.int32),
+                jnp.zeros(tables.max_num_seqs, jnp.int32),
+                jnp.zeros(tables.mass, jnp.float32),
+            )
+        )
+        self._kv_table, self._last_tokens, self._mass = zeros()
+        self._snapshot = jax.jit(jnp.copy).lower(self._mass).compile()
+        self._steps: dict[StepShape, jax.stages.Compiled] = {}
+        for shape in shapes:
+            self.compile(shape)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max(map(workspace_bytes, self._steps.values()))
+
+    def compile(self, shape: StepShape) -> None:
+        """Compiles a shape, and runs it once on nothing but padding: the first run loads kernels and may tune."""
+        if shape in self._steps:
+            return
+        self._steps[shape] = self._compiler.compile(shape, self.weights.arena.shape[0])
+        jax.block_until_ready(self._run(shape, self._empty_inputs(shape)))
+
+    def _empty_inputs(self, shape: StepShape) -> StepInputs:
+        rows, kv = self._tables.max_num_seqs, self._compiler.spec.kv
+        sequences = np.zeros((shape.sequences, 6), np.int32)
+        sequences[:, ROW] = rows
+        sampling = np.zeros((shape.sequences, 3), np.float32)
+        sampling[:, 1] = 1.0
+        tokens = np.zeros((shape.sequences, shape.tokens), np.int32)
+        delta = np.zeros((shape.kv_delta_rows(kv.block_size), 2 + kv.block_slots), np.int32)
+        delta[:, 0] = rows
+        return StepInputs(sequences, sampling, tokens, tokens if shape.score else tokens[:, :0], delta)
+
+    def dispatch(self, batch: Batch, kv_delta: list[tuple[int, int, np.ndarray]]) -> StepOutputs:
+        """Starts a step and returns at once; outputs are on the device.
+
+        Args:
+            kv_delta: `(row, block, slots)` of the KV blocks taken for this step.
+        """
+        inputs = self._empty_inputs(batch.shape)
+        for i, work in enumerate(batch.works):
+            _fill_row(inputs, i, work)
+        for i, (row, block, slots) in enumerate(kv_delta):
+            inputs.kv_delta[i, 0], inputs.kv_delta[i, 1] = row, block
+            inputs.kv_delta[i, 2:] = slots
+        return self._run(batch.shape, inputs)
+
+    def _run(self, shape: StepShape, inputs: StepInputs) -> StepOutputs:
+        state = StepState(self.weights.arena, self._kv_table, self._last_tokens, self._mass)
+        experts: Any = self._experts or (self.weights.slot_table, self.weights.bits)
+        state, outputs = self._steps[shape](self._params, experts, state, inputs)
+        self.weights.arena, self._kv_table, self._last_tokens, self._mass = state
+        return outputs
+
+    def snapshot_mass(self) -> jax.Array:
+        """A copy of the routing mass `[max_num_seqs, moe_layers, experts]` as of the steps dispatched so far."""
+        snapshot = self._snapshot(self._mass)
+        snapshot.copy_to_host_async()
+        return snapshot
+
+
+def _fill_row(inputs: StepInputs, i: int, work) -> None:
+    sequence, params = work.sequence, work.sequence.params
+    decoding = not sequence.in_prefill
+    row = inputs.sequences[i]
+    row[ROW], row[START], row[LENGTH], row[FROM_DEVICE] = sequence.row, work.start, work.length, decoding
+    row[TOP_K], row[SEED] = max(params.top_k, 0), np.uint32(sequence.seed).view(np.int32)
+    inputs.sampling[i] = params.temperature, params.top_p, params.min_p
+    if not decoding:
+        inputs.tokens[i, : work.length] = sequence.known[work.start : work.end]
+    if sequence.is_score:
+        inputs.targets[i, : work.length] = sequence.targets[work.start : work.end]
