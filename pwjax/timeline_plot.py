@@ -59,6 +59,7 @@ def draw(records: Sequence[BoundaryRecord], path: Path, title: str = "") -> None
             moves.set_xlim(x[0], x[-1])
         else:
             memory.text(0.5, 0.5, "no boundaries were recorded", ha="center", transform=memory.transAxes)
+        figure.align_ylabels()
         figure.savefig(path, format="png")
 
 
@@ -66,7 +67,9 @@ def _x_axis(records: Sequence[BoundaryRecord]) -> tuple[np.ndarray, str]:
     """Edges `[len + 1]`: record j holds from edge j to edge j + 1. Steps where no token was generated (evaluation)."""
     tokens = np.array([record.tokens_generated for record in records], np.float64)
     if tokens[-1] > tokens[0]:
-        last, label = max(tokens[-1] - tokens[-2], 1.0), "generated tokens (all requests)"
+        # Boundaries after the last token (pages coming back while the engine is idle) share its place on the axis; the
+        # state that they end in gets a visible width.
+        last, label = max(tokens[-1] - tokens[-2], 0.02 * (tokens[-1] - tokens[0])), "generated tokens (all requests)"
     else:
         tokens, last, label = np.array([record.step for record in records], np.float64), 1.0, "step"
     return np.append(tokens, tokens[-1] + last), label
