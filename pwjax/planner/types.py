@@ -144,6 +144,8 @@ class Observation:
         routing_mass: [R, num_layers, num_experts], sums of routing weights by active request since its first token
             (the numerator of equation 1); zeros, or R = 0, when nothing has been observed.
         kv_blocks: [R], KV blocks that each request holds.
+        moving_slots: most slots that this boundary's raises may take (what the mover can still take into flight); None
+            is no limit.
         features: routed-input features of equation 5; None until prompt residuals exist.
     """
 
@@ -155,6 +157,7 @@ class Observation:
     total_slots: int
     routing_mass: FloatArray
     kv_blocks: FloatArray
+    moving_slots: int | None = None
     features: object | None = None
 
     def __post_init__(self) -> None:
@@ -192,7 +195,8 @@ class Move:
 class Plan:
     """Moves for one boundary, most worthwhile first, so that a mover that can't take all takes a prefix.
 
-    In an exchange, the moves down come before the moves up that need their slots.
+    In an exchange, the moves down come right before the move up that needs their slots: no prefix takes more than it
+    released.
 
     Attributes:
         released_slots: sum of the moves' slots: positive for an offload, negative for a reload.
