@@ -48,6 +48,7 @@ class BoundaryRecord:
             (given up or taken), reason.
         num_running, num_waiting: requests.
         preemptions: requests preempted at this boundary.
+        boundary: number of the boundary, which `--replay` goes by; idle ones count too.
     """
 
     step: int
@@ -68,6 +69,7 @@ class BoundaryRecord:
     num_running: int = 0
     num_waiting: int = 0
     preemptions: int = 0
+    boundary: int = 0
 
     @property
     def other_bytes(self) -> int:

@@ -7,6 +7,7 @@ import re
 from typing import Literal
 
 from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS
+from pwjax.engine.step import StepShape
 from pwjax.errors import UserError
 
 MethodName = Literal["bf16", "uniform", "random", "static", "pagedweight"]
@@ -72,7 +73,9 @@ class EngineConfig:
         implementation: of the kernels; an explicit choice never falls back.
         exchange: trade bits between cold and hot experts when there is no pressure.
         routing: use routing statistics (ablation switch).
-        replay: moves of an earlier run, by step, to repeat exactly.
+        replay: a `--timeline FILE.jsonl` of an earlier run, whose moves are repeated exactly.
+        scoring: for evaluation by log-probability: only scoring steps are compiled.
+        seed: of `random:<mean>` and of requests that name none.
     """
 
     memory_budget_bytes: int | None = None
@@ -92,6 +95,8 @@ class EngineConfig:
     exchange: bool = True
     routing: bool = True
     replay: str | None = None
+    scoring: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "prefill_chunk_tokens", "block_size"):
@@ -109,6 +114,14 @@ class EngineConfig:
             raise UserError("--dtype and --kv-dtype are bfloat16 or float32")
         if self.implementation not in ("auto", "triton", "xla"):
             raise UserError(f"--implementation is {self.implementation}; use auto, triton or xla")
+
+    @property
+    def step_shapes(self) -> tuple[StepShape, ...]:
+        """All shapes that this engine can ever run."""
+        if self.scoring:
+            return (StepShape(self.max_num_seqs, self.prefill_chunk_tokens, score=True),)
+        decode = (StepShape(size, 1) for size in self.decode_buckets)
+        return (*decode, *(StepShape(1, chunk) for chunk in self.prefill_buckets))
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

@@ -13,9 +13,13 @@ from pallas_kernels.bitplane_moe.layout import MIN_BITS
 from pwjax.paging.allocator import SlotAllocator
 from pwjax.paging.mover import Commit, Mover
 from pwjax.paging.page_table import WeightPageTable
-from pwjax.planner import Calibration, Observation, Plan, PlanQueue, TableView, plan_step, pressure_triggered
+from pwjax.planner import Calibration, Observation, Plan, PlanQueue, TableView, plan_step
+from pwjax.planner.pressure import pressure_triggered
 
 RELOAD_CHECK_BOUNDARIES = 16  # boundaries without news after which the planner looks for room to reload
+
+
+Replay = dict[int, list[tuple[int, int, int, str]]]  # boundary -> (index, from_bits, to_bits, reason), a block once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +36,10 @@ class WeightManager:
 
     Args:
         moves_pages: False for static methods: pages are loaded once and stay.
-        replay: for a repeated run, `{boundary: [(index, from_bits, to_bits, reason)]}`; the planner is not asked.
+        replay: the moves of a run to repeat, by boundary; the planner is not asked.
 
     Attributes:
+        boundary: boundaries so far; numbers the moves.
         refresh_due: set when new routing statistics have come in.
     """
 
@@ -50,14 +55,14 @@ class WeightManager:
         slot_bytes: int,
         *,
         moves_pages: bool,
-        replay: dict[int, list[tuple[int, int, int, str]]] | None = None,
+        replay: Replay | None = None,
     ) -> None:
         self.table, self.mover, self.calibration = table, mover, calibration
         self._allocator, self._watermarks, self._block_slots = allocator, watermarks, block_slots
         self._max_bits, self._slot_bytes = max_bits, slot_bytes
         self._moves_pages, self._replay = moves_pages, replay
-        self._queue = PlanQueue.empty()
-        self._boundary = 0
+        self._queue = PlanQueue()
+        self.boundary = 0
         self._quiet = 0
         self.refresh_due = False
         self.exchanged_bits = 0
@@ -84,10 +89,10 @@ class WeightManager:
 
     def commit_ready(self, *, wait: bool = False) -> list[Commit]:
         """First part of a boundary: page-ins that have arrived take effect."""
-        self._boundary += 1
+        self.boundary += 1
         if self._replay is None:
             return self.mover.commit_ready(wait=wait)
-        raises = [(i, to, reason) for i, now, to, reason in self._replay.get(self._boundary, ()) if to > now]
+        raises = [(i, to, reason) for i, now, to, reason in self._replay.get(self.boundary, ()) if to > now]
         self.mover.request_raise(raises)
         return self.mover.commit_ready(wait=True)
 
@@ -113,7 +118,7 @@ class WeightManager:
             requests: routing mass (None before the first reading) and KV blocks of every running request.
         """
         if self._replay is not None:
-            now = self._replay.get(self._boundary, ())
+            now = self._replay.get(self.boundary, ())
             return self.mover.lower([(i, to, reason) for i, was, to, reason in now if to < was])
         if not self._moves_pages:
             return []

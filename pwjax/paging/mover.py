@@ -64,6 +64,11 @@ class Mover:
         self.bytes_moved = 0  # host to device, since the start
 
     @property
+    def host_bytes(self) -> int:
+        """Host memory of all pages."""
+        return self._store.nbytes
+
+    @property
     def pages_in_flight(self) -> int:
         return len(self._waiting) + sum(len(batch.entries) for batch in self._flight)
 

@@ -1,0 +1,381 @@
+"""`LLM`: the Python interface. Names and meanings are vLLM's where it has one."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from checkpoints.store import PreparedModel
+from pwjax.cli_common import parse_bytes
+from pwjax.engine import memory
+from pwjax.engine.build import BuiltEngine, build_engine
+from pwjax.engine.compilations import CompilationCounter
+from pwjax.engine.config import EngineConfig, Method
+from pwjax.engine.core import BoundaryReport, Progress
+from pwjax.engine.detokenizer import OutputStream
+from pwjax.engine.outputs import RequestOutput, StreamEvent
+from pwjax.engine.sampling_params import SamplingParams
+from pwjax.engine.sequence import Sequence, Status
+from pwjax.engine.tokenizer import Tokenizer
+from pwjax.errors import UserError
+from pwjax.paging.allocator import Owner
+from pwjax.timeline import BoundaryRecord, Timeline
+
+Prompt = str | Seq[int]
+
+
+class LLM:
+    """A prepared model, ready to generate under a memory budget.
+
+    Args:
+        path: folder that `pwjax prepare` made.
+        memory_budget: bytes, or a size such as "12GiB": device memory for everything.
+        method: "pagedweight", "bf16", "uniform:4", "random:3.5", "static" or "static:4".
+        on_record: called with a `BoundaryRecord` after every boundary.
+        keep_timeline: keep all records in `timeline`.
+        on_progress: called while loading with what is loaded, how much is done, and how much there is.
+        **options: fields of `EngineConfig`.
+
+    Raises:
+        UserError: bad options, a damaged or unfinished store, a budget that is too small.
+
+    Example:
+        llm = LLM("out/demo", memory_budget="24MiB")
+        print(llm.generate(["The code of amber is"], SamplingParams(max_tokens=32))[0].text)
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        memory_budget: int | str | None = None,
+        method: str = "pagedweight",
+        on_record: Callable[[BoundaryRecord], None] | None = None,
+        keep_timeline: bool = False,
+        on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        **options: Any,
+    ) -> None:
+        budget = None if memory_budget is None else parse_bytes(memory_budget, "--memory-budget")
+        self.config = EngineConfig(memory_budget_bytes=budget, method=Method.parse(method), **options)
+        self._started_s = time.monotonic()
+        self._on_record, self.timeline = on_record, Timeline() if keep_timeline else None
+        self._totals = _Totals()
+        self.model = PreparedModel(path)
+        model_config = self.model.config
+        self.tokenizer = Tokenizer.from_folder(
+            self.model.tokenizer_path, vocab_size=model_config.vocab_size, config_eos_ids=model_config.eos_token_ids
+        )
+        self._next_id = 0
+        self._open: dict[int, Sequence] = {}  # requests of `add_request` that have not finished
+        self._built: BuiltEngine | None = None
+        self._built = build_engine(self.model, self.config, self._record, on_progress)
+        self.engine = self._built.engine
+        self._totals.start(self.mean_bits, self.memory_bytes)
+        self._compilations = CompilationCounter()
+
+    # Sizes.
+
+    @property
+    def built(self) -> BuiltEngine:
+        assert self._built is not None
+        return self._built
+
+    @property
+    def max_model_len(self) -> int:
+        return self.built.max_model_len
+
+    @property
+    def mean_bits(self) -> float | None:
+        """Committed bits, averaged over the weights; None for dense experts."""
+        weights = self.engine.weights
+        return None if weights is None else weights.table.mean_bits()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes in use now by the accounting: everything but the arena's free slots."""
+        built = self.built
+        return built.fixed.total_bytes + built.arena_bytes - self.engine.allocator.free_slots * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return self.engine.kv.geometry.slot_words * 4
+
+    # Requests.
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        on_event: Callable[[StreamEvent], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Runs prompts to their end, batched continuously; results in the order of the prompts.
+
+        Args:
+            prompts: text or token ids; one prompt or several.
+            params: one for all, or one a prompt.
+            on_event: called with every piece of text.
+
+        Raises:
+            UserError: before anything runs, if any prompt can't be served.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        many = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else list(params)
+        if len(many) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts but {len(many)} sampling params; give one for all or one each")
+        sequences = [self._sequence(p, q) for p, q in zip(prompts, many, strict=True)]  # type: ignore[arg-type]
+        for sequence in sequences:
+            self.engine.add(sequence)
+        try:
+            while any(s.status is not Status.FINISHED for s in sequences):
+                for progress in self.engine.step():
+                    if on_event is not None:
+                        on_event(self._event(progress))
+        finally:
+            for sequence in sequences:
+                self.engine.abort(sequence)
+        self._drain()
+        return [self._output(s) for s in sequences]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Yields a request's text as it comes. Closing the iterator cancels the request."""
+        sequence = self._sequence(prompt, params or SamplingParams())
+        self.engine.add(sequence)
+        return self._stream(sequence)
+
+    def _stream(self, sequence: Sequence) -> Iterator[StreamEvent]:
+        try:
+            if sequence.status is Status.FINISHED:
+                yield StreamEvent(
+                    request_id=sequence.id, text="", finish_reason="length", output=self._output(sequence)
+                )
+            while sequence.status is not Status.FINISHED:
+                for progress in self.engine.step():
+                    if progress.sequence is sequence:
+                        yield self._event(progress)
+        finally:
+            self.engine.abort(sequence)
+            self._drain()
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queues a request for `step`; returns its id."""
+        sequence = self._sequence(prompt, params or SamplingParams())
+        self.engine.add(sequence)
+        self._open[sequence.id] = sequence
+        return sequence.id
+
+    def step(self) -> list[StreamEvent]:
+        """One boundary and one step for all queued requests; what came out of the step before."""
+        events = [self._event(progress) for progress in self.engine.step()]
+        for event in events:
+            if event.finish_reason is not None:
+                self._open.pop(event.request_id, None)
+        return events
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.engine.has_work
+
+    def abort(self, request_id: int) -> None:
+        """Cancels a request at any moment; its memory is free at once. Unknown and finished ids are ignored."""
+        sequence = self._open.pop(request_id, None)
+        if sequence is not None:
+            self.engine.abort(sequence)
+
+    def score(self, windows: Seq[Seq[int]]) -> list[np.ndarray]:
+        """Minus log-probability in nats of every token of each window but its first: float32 `[len - 1]`.
+
+        Windows run in lockstep, `max_num_seqs` at once, a boundary after each chunk. Needs `scoring=True`.
+        """
+        if not self.config.scoring:
+            raise UserError("LLM.score needs LLM(..., scoring=True), which compiles scoring steps")
+        sequences = []
+        for window in windows:
+            if len(window) < 2:
+                raise UserError(f"a window of {len(window)} tokens has nothing to score; it needs at least 2")
+            sequence = self._sequence(list(window[:-1]), SamplingParams(max_tokens=1))
+            sequence.targets, sequence.stream, sequence.max_tokens = list(window[1:]), None, 0
+            sequences.append(sequence)
+        for sequence in sequences:
+            self.engine.add(sequence)
+        while self.engine.has_work:
+            self.engine.step()
+        return [np.concatenate(s.nats) for s in sequences]
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """Checks a prompt against every limit, so that nothing fails later.
+
+        Raises:
+            UserError: an empty prompt, one that is too long, or a request that the budget can never hold.
+        """
+        ids = self.tokenizer.prompt_ids(prompt)
+        limit = self.max_model_len
+        if len(ids) >= limit:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens and the limit is {limit} with at least one generated; "
+                "shorten it or raise --max-model-len"
+            )
+        max_tokens = min(params.max_tokens, limit - len(ids))
+        stream = OutputStream(self.tokenizer, dataclasses.replace(params, max_tokens=max_tokens))
+        seed = params.seed_for(self.config.seed, self._next_id)
+        sequence = Sequence(self._next_id, ids, params, max_tokens, seed=seed, stream=stream)
+        needed = self.engine.kv.slots_for(sequence.final_length)
+        available = self.engine.allocator.usable_slots - self.built.least_weight_slots
+        if needed > available:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens with {max_tokens} to generate needs {needed * self._slot_bytes} bytes "
+                f"of KV cache and the memory budget leaves {available * self._slot_bytes} at the lowest precision; "
+                "lower --max-tokens or raise --memory-budget"
+            )
+        self._next_id += 1
+        return sequence
+
+    def _drain(self) -> None:
+        """Reads what is still in flight and, when nothing is left to do, lets page moves settle."""
+        if not self.engine.scheduler.has_work:
+            while self.engine.has_work:
+                self.engine.step()
+            self.engine.settle()
+
+    def _event(self, progress: Progress) -> StreamEvent:
+        sequence = progress.sequence
+        done = sequence.status is Status.FINISHED
+        return StreamEvent(
+            request_id=sequence.id,
+            text=progress.text,
+            token_ids=() if progress.token_id is None else (progress.token_id,),
+            finish_reason=sequence.finish_reason if done else None,  # type: ignore[arg-type]
+            output=self._output(sequence) if done else None,
+        )
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
+        stream = sequence.stream
+        assert stream is not None
+        stream.finish(sequence.finish_reason or "abort")  # type: ignore[arg-type]
+        since = lambda moment: None if moment is None else moment - sequence.arrival_s  # noqa: E731
+        return RequestOutput(
+            request_id=sequence.id,
+            prompt_tokens=len(sequence.prompt),
+            token_ids=tuple(stream.token_ids),
+            text=stream.text,
+            finish_reason=stream.finish_reason or "abort",
+            stop_reason=stream.stop_reason,
+            queued_s=since(sequence.started_s) or 0.0,
+            first_token_s=since(sequence.first_token_s),
+            seconds=since(sequence.finish_s) or 0.0,
+            preemptions=sequence.preemptions,
+        )
+
+    # Accounting.
+
+    def _record(self, report: BoundaryReport) -> None:
+        if self._built is None:
+            return
+        record = self._boundary_record(report)
+        if record.reserved_bytes > record.budget_bytes:
+            raise RuntimeError(f"accounting: {record.reserved_bytes} bytes of a budget of {record.budget_bytes}")
+        self._totals.add(record)
+        if self.timeline is not None:
+            self.timeline.append(record)
+        if self._on_record is not None:
+            self._on_record(record)
+
+    def _boundary_record(self, report: BoundaryReport) -> BoundaryRecord:
+        built, engine, slot_bytes = self.built, self.engine, self._slot_bytes
+        used = engine.allocator.used_slots
+        moves = tuple(
+            {
+                "index": c.index,
+                **dict(zip(("layer", "expert", "unit"), engine.weights.table.locate(c.index), strict=True)),
+                "from": c.from_bits,
+                "to": c.to_bits,
+                "bytes": c.bytes,
+                "reason": c.reason,
+            }
+            for c in report.commits
+            if engine.weights is not None
+        )
+        return BoundaryRecord(
+            step=report.step,
+            boundary=engine.weights.boundary if engine.weights else report.step,
+            tokens_generated=engine.tokens_generated,
+            time_s=time.monotonic() - self._started_s,
+            dense_bytes=built.fixed.dense_bytes,
+            weight_bytes=(used(Owner.WEIGHTS) + used(Owner.IN_FLIGHT)) * slot_bytes,
+            kv_bytes=used(Owner.KV) * slot_bytes,
+            workspace_bytes=built.fixed.workspace_bytes,
+            tables_bytes=built.fixed.tables_bytes,
+            staging_bytes=built.fixed.staging_bytes,
+            free_bytes=engine.allocator.free_slots * slot_bytes + slot_bytes,  # the null slot is nobody's
+            budget_bytes=built.budget_bytes,
+            mean_bits=self.mean_bits,
+            offloads=sum(c.from_bits - c.to_bits for c in report.commits if c.to_bits < c.from_bits),
+            reloads=sum(c.to_bits - c.from_bits for c in report.commits if c.to_bits > c.from_bits),
+            moves=moves,
+            num_running=len(engine.scheduler.running),
+            num_waiting=len(engine.scheduler.waiting),
+            preemptions=report.preempted,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Figures since the engine was built; see `pwjax generate` for the names."""
+        built, totals = self.built, self._totals
+        return {
+            "method": str(self.config.method),
+            "device": jax.devices()[0].device_kind,
+            "implementations": {"bitplane_moe": built.implementation, "paged_attention": built.implementation},
+            "memory_budget_bytes": built.budget_bytes,
+            "memory_bytes_peak": totals.peak_bytes,
+            "reserved_bytes": built.fixed.total_bytes + built.arena_bytes,
+            "measured_bytes_peak": memory.measured_peak_bytes(jax.devices()[0]),
+            "memory_parts": {**dataclasses.asdict(built.fixed), "arena_bytes": built.arena_bytes},
+            "host_store_bytes": built.host_store_bytes,
+            "max_model_len": built.max_model_len,
+            "mean_bits_first": totals.first_bits,
+            "mean_bits_last": self.mean_bits,
+            "mean_bits_min": totals.min_bits,
+            "offloads": totals.offloads,
+            "reloads": totals.reloads,
+            "exchanged_bits": self.engine.weights.exchanged_bits if self.engine.weights else 0,
+            "bytes_moved": self.engine.weights.mover.bytes_moved if self.engine.weights else 0,
+            "bytes_released": totals.released_bytes,
+            "preemptions": self.engine.preemptions,
+            "max_running": self.engine.max_running,
+            "steps": self.engine.steps,
+            "tokens_generated": self.engine.tokens_generated,
+            "compilations_after_warmup": self._compilations.count,
+        }
+
+    def close(self) -> None:
+        """Stops counting compilations. The device memory goes when the object does."""
+        self._compilations.close()
+
+
+@dataclasses.dataclass
+class _Totals:
+    """Running figures over all boundaries."""
+
+    peak_bytes: int = 0
+    first_bits: float | None = None
+    min_bits: float | None = None
+    offloads: int = 0
+    reloads: int = 0
+    released_bytes: int = 0
+
+    def start(self, mean_bits: float | None, used_bytes: int) -> None:
+        self.first_bits = self.min_bits = mean_bits
+        self.peak_bytes = used_bytes
+
+    def add(self, record: BoundaryRecord) -> None:
+        self.peak_bytes = max(self.peak_bytes, record.used_bytes)
+        if record.mean_bits is not None and self.min_bits is not None:
+            self.min_bits = min(self.min_bits, record.mean_bits)
+        self.offloads += record.offloads
+        self.reloads += record.reloads
+        self.released_bytes += sum(m["bytes"] for m in record.moves if m["to"] < m["from"])
