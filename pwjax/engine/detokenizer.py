@@ -79,13 +79,14 @@ class IncrementalDecoder:
 
         Without this a model that emits invalid bytes would make the window, and the cost a token, grow for ever.
         """
-        release_end = max(self._sent_chars, len(text) - _INCOMPLETE_TOKENS)
-        delta = text[self._sent_chars : release_end]
-        unsent_chars = len(text) - release_end
         self._window = self._window[-_INCOMPLETE_TOKENS:]
         self._context_tokens = 0
-        # The old and the new window's texts end alike, so what is unsent is counted from the end.
-        self._sent_chars = max(0, len(self._tokenizer.decode(self._window)) - unsent_chars)
+        # The old and the new window's texts end alike, so what is unsent is counted from the end; characters that the
+        # new window has no tokens for are released.
+        kept_chars = len(self._tokenizer.decode(self._window))
+        release_end = max(self._sent_chars, len(text) - min(_INCOMPLETE_TOKENS, kept_chars))
+        delta = text[self._sent_chars : release_end]
+        self._sent_chars = kept_chars - (len(text) - release_end)
         return delta
 
 
