@@ -74,17 +74,13 @@ def plan_exchange(scored: Scored, policy: Policy, limit_slots: int | None = None
         chosen, cost = _cover(downs, need - spare_slots, index)
         if not avoided - cost > policy.exchange_gain * avoided:
             continue
-        for down in chosen.tolist():
-            block = int(downs.index[down])
-            bits = int(scored.bits[block])
-            moves.append(Move(block, bits, bits - 1, int(downs.slots[down]), float(downs.damage[down])))
-            fallen.add(block)
-        downs.unused[chosen] = False
+        falling = _lower(downs, chosen, scored.bits)
+        fallen.update(move.index for move in falling)
         downs.unused[downs.index == index] = False
-        spare_slots += int(downs.slots[chosen].sum()) - need
-        bits = int(scored.bits[index])
-        moves.append(Move(index, bits, bits + 1, -need, -avoided))
+        spare_slots += sum(move.slots for move in falling) - need
         taken_slots += need
+        bits = int(scored.bits[index])
+        moves += [*falling, Move(index, bits, bits + 1, -need, -avoided)]
         raised += 1
         if raised == policy.exchange_moves:
             break
@@ -98,6 +94,13 @@ def _cover(downs: _Downs, need_slots: int, forbidden: int) -> tuple[IntArray, fl
     if need_slots <= 0:
         return np.zeros(0, np.int64), 0.0
     return downs.cheapest(need_slots, forbidden)
+
+
+def _lower(downs: _Downs, chosen: IntArray, bits: IntArray) -> list[Move]:
+    """Marks the chosen steps as used, and gives their moves."""
+    downs.unused[chosen] = False
+    rows = zip(downs.index[chosen].tolist(), downs.slots[chosen].tolist(), downs.damage[chosen].tolist(), strict=True)
+    return [Move(i, int(bits[i]), int(bits[i]) - 1, slots, damage) for i, slots, damage in rows]
 
 
 def _candidates(scored: Scored, ratio: FloatArray, moves: int) -> tuple[_Downs, Steps]:
