@@ -19,6 +19,7 @@ from typing import Any
 
 from pwjax.errors import UserError
 
+_NO_LIMIT = 10**30  # what transformers writes for "no limit"
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -44,6 +45,7 @@ class Tokenizer:
             UserError: the tokenizer has ids that the model has no embedding for, or an end-of-sequence id is none.
         """
         self._backend = backend
+        backend.model_max_length = _NO_LIMIT  # the engine's limit counts, and a warning about long texts would mislead
         largest = max(backend.get_vocab().values(), default=-1)
         self.vocab_size = vocab_size or largest + 1
         if largest >= self.vocab_size:

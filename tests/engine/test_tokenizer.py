@@ -1,6 +1,7 @@
 """BOS exactly once or not at all, end of sequence from three places, and folders that can't be used."""
 
 import json
+import logging
 
 import pytest
 
@@ -118,3 +119,16 @@ def test_sentencepiece_kind_decodes_spaces_and_bytes(tmp_path):
 def test_special_tokens_in_text_are_read_as_such(tmp_path):
     tokenizer = Tokenizer.from_folder(save_byte_level(tmp_path))
     assert tokenizer.encode(f"a{EOS}b") == [97, EOS_ID, 98]
+
+
+def test_long_text_is_neither_cut_nor_warned_about(tmp_path):
+    tokenizer = Tokenizer.from_folder(save_byte_level(tmp_path, model_max_length=4))
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        assert len(tokenizer.encode("x" * 100)) == 100
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert records == []
