@@ -1,7 +1,8 @@
 """`manifest.json` of a prepared store: what `prepare` made, and the proof that it finished.
 
 It is the last file that `prepare` writes; a folder without it is unfinished and does not load. It lists every other
-file with its size, so that a store that lost something says which file at once.
+file with its size, and small ones (all of Orbax's metadata) with a checksum, so that a damaged store says which file it
+is at once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from pwjax.errors import UserError
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 UNITS = ("gate_up", "down")
+SMALL_FILE_BYTES = 64 * 2**10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class Manifest:
         calibration: `text_sha256`, `tokens`, `experts_without_data` and whatever else describes the calibration.
         policy: planner policy; `{}` means the planner's defaults.
         files: size in bytes of every file of the store, by path relative to it; filled in by `PreparedWriter.finish`.
+        checksums: CRC-32 of those of at most `SMALL_FILE_BYTES` (values have their own, see orbax_io.py).
         extra: more fields, kept as they are.
     """
 
@@ -54,6 +58,7 @@ class Manifest:
     calibration: dict[str, Any] = dataclasses.field(default_factory=dict)
     policy: dict[str, Any] = dataclasses.field(default_factory=dict)
     files: dict[str, int] = dataclasses.field(default_factory=dict)
+    checksums: dict[str, int] = dataclasses.field(default_factory=dict)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,6 +143,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds {type(content).__name__}, expected a JSON object")
     return content
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of a small file."""
+    return zlib.crc32(path.read_bytes())
 
 
 def fsync_path(path: Path) -> None:

@@ -47,7 +47,7 @@ def save_arrays(folder: Path, arrays: Arrays) -> None:
     """
     if not arrays:
         raise ValueError(f"{folder}: no arrays to save")
-    leaves = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+    leaves = {name: np.asarray(value, order="C") for name, value in arrays.items()}
     for name, value in leaves.items():
         if value.size == 0 or "/" in name:
             raise ValueError(f"{folder}: array {name!r} has shape {value.shape}; it needs elements and a plain name")

@@ -17,7 +17,16 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
-from checkpoints.manifest import MANIFEST_NAME, UNITS, Manifest, fsync_path, read_json, write_json_atomically
+from checkpoints.manifest import (
+    MANIFEST_NAME,
+    SMALL_FILE_BYTES,
+    UNITS,
+    Manifest,
+    file_crc32,
+    fsync_path,
+    read_json,
+    write_json_atomically,
+)
 from checkpoints.orbax_io import is_saved, load_arrays, partial_saves, save_arrays
 from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS
 from pwjax.errors import UserError
@@ -83,6 +92,7 @@ class PreparedWriter:
         self.num_moe_layers = num_moe_layers
         self.source = source
         self._lock: int | None = None
+        self._copied: set[str] = set()
         wanted = {"source": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
         self.resumed: bool = self._claim(json.loads(json.dumps(wanted)))  # as it will read back: tuples are lists
         """Whether an unfinished run was found and is continued."""
@@ -167,9 +177,10 @@ class PreparedWriter:
         self._save(self.out / "tables", {name: np.asarray(value) for name, value in tables.items()})
 
     def copy_files(self, files: Iterable[Path]) -> None:
-        """Copies config, generation_config and tokenizer files into OUT under their own names."""
+        """Copies configuration and tokenizer files into OUT under their own names; repeat it in a resumed run."""
         for file in files:
             shutil.copyfile(file, self.out / file.name)
+            self._copied.add(file.name)
 
     def write_state(self, name: str, arrays: Mapping[str, np.ndarray | float | int]) -> None:
         """Keeps arrays that only a resumed run needs (decisions, partial sums); gone once `finish` is done."""
@@ -207,13 +218,14 @@ class PreparedWriter:
         """
         fields = manifest.to_dict() if isinstance(manifest, Manifest) else dict(manifest)
         self._check_complete()
-        files = {}
-        for path in sorted(self.out.rglob("*")):
-            name = path.relative_to(self.out)
-            if path.is_file() and name.parts[0] not in (STATE_NAME, PREPARE_NAME, LOCK_NAME, MANIFEST_NAME):
-                files[name.as_posix()] = path.stat().st_size
-                fsync_path(path)
-        complete = Manifest.from_dict({**fields, "source": self.source, "files": files})
+        files, checksums = {}, {}
+        for path in self._store_files():
+            name = path.relative_to(self.out).as_posix()
+            files[name] = path.stat().st_size
+            if files[name] <= SMALL_FILE_BYTES:
+                checksums[name] = file_crc32(path)
+            fsync_path(path)
+        complete = Manifest.from_dict({**fields, "source": self.source, "files": files, "checksums": checksums})
         write_json_atomically(self.out / MANIFEST_NAME, complete.to_dict())
         shutil.rmtree(self.out / STATE_NAME, ignore_errors=True)
         (self.out / PREPARE_NAME).unlink()
@@ -241,6 +253,8 @@ class PreparedWriter:
         for folder in (self.out, self.out / "layers", self.out / "source"):
             for leftover in partial_saves(folder):
                 shutil.rmtree(leftover)
+        for name in (DENSE_INDEX_NAME, MANIFEST_NAME):
+            (self.out / f"{name}.tmp").unlink(missing_ok=True)
         return ours
 
     def _check_same_run(self, wanted: dict[str, Any]) -> None:
@@ -266,6 +280,12 @@ class PreparedWriter:
             shutil.rmtree(folder)  # ours: an attempt that this run repeats
         save_arrays(folder, arrays)
 
+    def _store_files(self) -> list[Path]:
+        """The files that make up the store, and no others that may lie there."""
+        parts = [self.out / name for name in ("dense", "layers", "tables", *(["source"] if self.source else []))]
+        nested = [path for part in parts for path in sorted(part.rglob("*")) if path.is_file()]
+        return [self.out / name for name in sorted({*self._copied, DENSE_INDEX_NAME})] + nested
+
     def _check_complete(self) -> None:
         needed = [layer_folder(self.out, "layers", layer) for layer in range(self.num_moe_layers)]
         if self.source:
@@ -274,9 +294,9 @@ class PreparedWriter:
         for folder in needed:
             if not is_saved(folder):
                 raise UserError(f"{folder}: not written, so the store can't be finished; run the same prepare again")
-        for name in (DENSE_INDEX_NAME, "config.json"):
-            if not (self.out / name).is_file():
-                raise UserError(f"{self.out / name}: not written, so the store can't be finished")
+        if not self.has_dense() or "config.json" not in self._copied:
+            name = "config.json" if self.has_dense() else DENSE_INDEX_NAME
+            raise UserError(f"{self.out / name}: not written by this run, so the store can't be finished")
 
     def _state_file(self, name: str) -> Path:
         return self.out / STATE_NAME / f"{name}.npz"
