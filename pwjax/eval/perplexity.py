@@ -43,10 +43,10 @@ class ScoringModel(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def score(self, windows: list[list[int]], batch: int) -> list[np.ndarray]:
+    def score(self, windows: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """For every window, f32 [len - 1]: entry j is -log p(window[j + 1] | window[: j + 1]) in nats.
 
-        The last token of a window is a target only and takes no position. `batch` windows run in lockstep.
+        The last token of a window is a target only and takes no position. Windows run in lockstep.
         """
         ...
 
@@ -203,7 +203,6 @@ def run_perplexity(
     *,
     context: int | None = None,
     stride: int | None = None,
-    batch: int = 8,
     limit_tokens: int | None = None,
 ) -> PerplexityResult:
     """Scores a text with the serving engine.
@@ -213,7 +212,6 @@ def run_perplexity(
         text_path: .txt or .jsonl.
         context: positions a window; by default 2048 or the engine's limit, whichever is less.
         stride: by default `context`.
-        batch: windows that run at once.
         limit_tokens: use only the first so many tokens of the text.
 
     Raises:
@@ -224,13 +222,12 @@ def run_perplexity(
     stride = context if stride is None else stride
     if context > llm.max_model_len:
         raise UserError(f"--context is {context}, but the engine's --max-model-len is {llm.max_model_len}")
-    for name, value in (("--batch", batch), ("--limit-tokens", limit_tokens)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1")
+    if limit_tokens is not None and limit_tokens < 1:
+        raise UserError(f"--limit-tokens is {limit_tokens}; it must be at least 1")
     text, digest = read_text(text_path)
     bos = llm.tokenizer.bos_id
     windows = make_windows(llm.tokenizer.encode(text, add_bos=False)[:limit_tokens], context, stride, bos)
-    scores = llm.score([window.tokens for window in windows], batch)
+    scores = llm.score([window.tokens for window in windows])
     window_nats = _scored_parts(windows, scores)
     mean, error = mean_over_windows(window_nats)
     return PerplexityResult(

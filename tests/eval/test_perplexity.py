@@ -38,8 +38,8 @@ class FakeLLM:
         self.tokenizer = Bytes(bos_id)
         self.calls = []
 
-    def score(self, windows, batch):
-        self.calls.append((windows, batch))
+    def score(self, windows):
+        self.calls.append(windows)
         return [np.array([nats(w[: i + 1]) for i in range(1, len(w))], np.float32) for w in windows]
 
 
@@ -162,7 +162,7 @@ def test_a_run_equals_the_sum_done_by_hand(tmp_path, bos, context, stride):
     ids = list(text.encode())
     llm = FakeLLM(bos)
     path = write(tmp_path, text)
-    result = run_perplexity(llm, path, context=context, stride=stride, batch=3)
+    result = run_perplexity(llm, path, context=context, stride=stride)
     width, step = context or 64, stride or context or 64
     expected = []
     for position in range(0 if bos is not None else 1, len(ids)):
@@ -174,7 +174,6 @@ def test_a_run_equals_the_sum_done_by_hand(tmp_path, bos, context, stride):
     assert result.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-5)
     assert (result.context, result.stride, result.bos) == (width, step, bos)
     assert result.text_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert llm.calls[0][1] == 3
 
 
 def test_the_limit_counts_tokens_of_the_text(tmp_path):
@@ -195,7 +194,6 @@ def test_the_json_says_how_it_was_measured(tmp_path):
     ("options", "message"),
     [
         ({"context": 65}, "65.*64"),
-        ({"batch": 0}, "--batch"),
         ({"limit_tokens": 0}, "--limit-tokens"),
         ({"context": 8, "stride": 9}, "--stride"),
     ],
@@ -211,10 +209,10 @@ def test_scores_that_are_not_finite_or_missing_are_faults(tmp_path):
     llm = FakeLLM(BOS)
     path = write(tmp_path, "x" * 100)
     good = llm.score
-    llm.score = lambda windows, batch: [np.where(np.arange(len(s)) == 2, np.nan, s) for s in good(windows, batch)]
+    llm.score = lambda windows: [np.where(np.arange(len(s)) == 2, np.nan, s) for s in good(windows)]
     with pytest.raises(FloatingPointError, match=r"window 0: 1 of 64"):
         run_perplexity(llm, path)
-    llm.score = lambda windows, batch: [s[:-1] for s in good(windows, batch)]
+    llm.score = lambda windows: [s[:-1] for s in good(windows)]
     with pytest.raises(ValueError, match="shape"):
         run_perplexity(llm, path)
 
