@@ -6,6 +6,7 @@ work). *matrix*: a tile is up to `block_m` sorted pairs of one expert, so that a
 through `dot`. Activation, norms and the weighted sum over choices are XLA's.
 
 Tables are read by pointer loads (`.at[slot, column]`, never a flat index, which would pass 2**31 in a large arena).
+Constants are `jnp.int32(..)` wherever both sides of a `where` are: the lowering takes two Python ints for booleans.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _vector_kernel(
         return total + _decode(read, row[:, None], word[None, :], mask, bits, layout) * x[None]
 
     total = jnp.zeros((config.block_n, config.block_words, _LANES), jnp.float32)
-    steps = jnp.where(active, pl.cdiv(layout.words_per_row, config.block_words), 0)
+    steps = jnp.where(active, jnp.int32(pl.cdiv(layout.words_per_row, config.block_words)), 0)
     total = lax.fori_loop(0, steps, step, total)
     total = jnp.sum(jnp.sum(total, axis=2), axis=1)
     mask = (row < layout.rows) & active
@@ -184,7 +185,7 @@ def _matrix_kernel(
         weights = _decode(read, row, word, row < layout.rows, bits, layout)
         return total + jnp.dot(x, weights.T, precision=precision, preferred_element_type=jnp.float32)
 
-    steps = jnp.where(rows > 0, layout.words_per_row, 0)
+    steps = jnp.where(rows > 0, jnp.int32(layout.words_per_row), 0)
     total = lax.fori_loop(0, steps, step, jnp.zeros((config.block_m, config.block_n), jnp.float32))
     real_row = (row < layout.rows) & (rows > 0)
     total = total * _row_scales(read, row, real_row, layout)[None, :]
@@ -219,7 +220,8 @@ def _decode(read: _Reader, row, word, mask, bits, layout: BlockLayout) -> jax.Ar
 
     index = lax.fori_loop(0, bits, add_plane, jnp.zeros(shape, jnp.int32))
     half_bits = bits - 1
-    group = lax.broadcast_in_dim(jnp.broadcast_to(row // layout.lut_rows, mask.shape), shape, tuple(range(mask.ndim)))
+    group = jnp.broadcast_to(lax.div(row, jnp.int32(layout.lut_rows)), mask.shape)
+    group = lax.broadcast_in_dim(group, shape, tuple(range(mask.ndim)))
     entry = _lut_start(bits, layout) + (group << half_bits) + (index & ((1 << half_bits) - 1))
     words = read(entry, lax.broadcast_in_dim(mask, shape, tuple(range(mask.ndim))))
     half = (words >> ((index >> half_bits) * 16).astype(jnp.uint32)) & 0xFFFF
@@ -234,14 +236,14 @@ def _plane_start(plane, layout: BlockLayout):
     """First word of a plane, counted from the linear-block's first slot."""
     start = plane * layout.plane_words
     for b in BITS[1:]:
-        start = jnp.where(plane == b - 1, layout.page_offset_slots(b) * layout.slot_words, start)
+        start = jnp.where(plane == b - 1, jnp.int32(layout.page_offset_slots(b) * layout.slot_words), start)
     return start
 
 
 def _lut_start(bits, layout: BlockLayout):
     """First word of LUT `bits`, counted from the linear-block's first slot."""
-    start = layout.lut_offset_words(MIN_BITS)
+    start = jnp.int32(layout.lut_offset_words(MIN_BITS))
     for b in BITS[1:]:
         first = layout.page_offset_slots(b) * layout.slot_words + layout.lut_offset_words(b)
-        start = jnp.where(bits == b, first, start)
+        start = jnp.where(bits == b, jnp.int32(first), start)
     return start
