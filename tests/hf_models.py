@@ -120,7 +120,7 @@ def save_tiny_checkpoint(
         family: "qwen2_moe" or "mixtral".
         layout: "hub" (a tensor an expert, config in the hub's spelling) or "fused" (transformers 5's own).
         shards: at least this many weight files where the model has enough tensors; 1 is a lone `model.safetensors`.
-        with_tokenizer: adds a byte-level tokenizer: id = byte for 0..255 in `byte_ids` order, END_OF_TEXT 256.
+        with_tokenizer: adds a byte-level tokenizer: one id a byte (0..255), END_OF_TEXT is 256.
         dtype: of the saved weights.
         overrides: fields of `config.json`.
 
@@ -130,7 +130,10 @@ def save_tiny_checkpoint(
     path = Path(path)
     model, config = tiny_model(family, seed, **overrides)
     saved_dtype = getattr(torch, dtype)
-    model = model.to(saved_dtype)
+    # Parameters only: `model.to` would round the rotary frequencies too, which a reader of the folder never does.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(saved_dtype)
+    model.config.dtype = saved_dtype
     total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     shard_bytes = total_bytes * 2 if shards == 1 else total_bytes // shards
     model.save_pretrained(path, max_shard_size=shard_bytes, save_original_format=layout == "hub")
@@ -138,7 +141,9 @@ def save_tiny_checkpoint(
         (path / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}, indent=2))
     if with_tokenizer:
         save_byte_tokenizer(path)
-    return model.float()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
 
 
 def save_byte_tokenizer(path: Path | str) -> None:
