@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class LLM:
             self.model.tokenizer_path, vocab_size=model_config.vocab_size, config_eos_ids=model_config.eos_token_ids
         )
         self._next_id = 0
+        self.score_mean_bits: float | None = None  # mean bits over the tokens of the last `score`
         self._open: dict[int, Sequence] = {}  # requests of `add_request` that have not finished
         self._built: BuiltEngine | None = None
         self._built = build_engine(self.model, self.config, self._record, on_progress)
@@ -197,15 +199,22 @@ class LLM:
             raise UserError("LLM.score needs LLM(..., scoring=True), which compiles scoring steps")
         sequences = []
         for window in windows:
-            if len(window) < 2:
-                raise UserError(f"a window of {len(window)} tokens has nothing to score; it needs at least 2")
-            sequence = self._sequence(list(window[:-1]), SamplingParams(max_tokens=1))
-            sequence.targets, sequence.stream, sequence.max_tokens = list(window[1:]), None, 0
-            sequences.append(sequence)
+            if not 2 <= len(window) <= self.max_model_len + 1:
+                raise UserError(
+                    f"a window to score has {len(window)} tokens; it must have 2 to {self.max_model_len + 1} "
+                    "(the last one needs no position)"
+                )
+            ids = self.tokenizer.prompt_ids(window)
+            sequences.append(self._queueable(Sequence(self._next_id, ids[:-1], SamplingParams(), 0, targets=ids[1:])))
         for sequence in sequences:
             self.engine.add(sequence)
+        weighted = tokens = 0.0
         while self.engine.has_work:
+            before = self.engine.tokens_generated
             self.engine.step()
+            scored = self.engine.tokens_generated - before
+            weighted, tokens = weighted + scored * (self.mean_bits or 0.0), tokens + scored
+        self.score_mean_bits = weighted / tokens if self.mean_bits is not None and tokens else None
         return [np.concatenate(s.nats) for s in sequences]
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
@@ -214,6 +223,8 @@ class LLM:
         Raises:
             UserError: an empty prompt, one that is too long, or a request that the budget can never hold.
         """
+        if self.config.scoring:
+            raise UserError("an LLM with scoring=True only scores; make another one to generate")
         ids = self.tokenizer.prompt_ids(prompt)
         limit = self.max_model_len
         if len(ids) >= limit:
@@ -224,12 +235,15 @@ class LLM:
         max_tokens = min(params.max_tokens, limit - len(ids))
         stream = OutputStream(self.tokenizer, dataclasses.replace(params, max_tokens=max_tokens))
         seed = params.seed_for(self.config.seed, self._next_id)
-        sequence = Sequence(self._next_id, ids, params, max_tokens, seed=seed, stream=stream)
+        return self._queueable(Sequence(self._next_id, ids, params, max_tokens, seed=seed, stream=stream))
+
+    def _queueable(self, sequence: Sequence) -> Sequence:
+        """Refuses a request whose KV can never fit; else takes the next request number."""
         needed = self.engine.kv.slots_for(sequence.final_length)
         available = self.engine.allocator.usable_slots - self.built.least_weight_slots
         if needed > available:
             raise UserError(
-                f"a prompt of {len(ids)} tokens with {max_tokens} to generate needs {needed * self._slot_bytes} bytes "
+                f"a prompt of {len(sequence.prompt)} tokens with {sequence.max_tokens} to generate needs {needed * self._slot_bytes} bytes "
                 f"of KV cache and the memory budget leaves {available * self._slot_bytes} at the lowest precision; "
                 "lower --max-tokens or raise --memory-budget"
             )
