@@ -84,7 +84,7 @@ def step_damages(calibration: Calibration, multiplier: FloatArray, eta: FloatArr
         multiplier: [n], mu of the routing bucket.
         eta: [n, 5].
     """
-    return np.maximum(calibration.policy.epsilon, calibration.step_damage * multiplier[:, None] * eta)
+    return np.maximum(calibration.policy.epsilon, calibration.step_damage.T * multiplier * eta.T).T
 
 
 def observe_routing(observation: Observation, calibration: Calibration) -> RoutingTerms:

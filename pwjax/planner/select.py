@@ -48,8 +48,11 @@ class Steps:
 
 
 def step_ratio(damage: FloatArray, slots: IntArray) -> FloatArray:
-    """float32 [n, 5]: d / Delta, the number that the greedy compares."""
-    return (damage / slots).astype(np.float32)
+    """float32 [n, 5]: d / Delta, the number that the greedy compares.
+
+    Widths that a store has no pages for take no slots; their steps are never available, but must not divide by 0.
+    """
+    return (damage / np.maximum(slots, 1)).astype(np.float32)
 
 
 def lowering_order(ratio: FloatArray, bits: IntArray, floor: IntArray) -> Steps:
@@ -61,9 +64,11 @@ def lowering_order(ratio: FloatArray, bits: IntArray, floor: IntArray) -> Steps:
         floor: [n], where they end; a linear-block with `floor >= bits` has no steps.
     """
     columns = np.ascontiguousarray(ratio.T)[::-1]  # [5, n], in the order in which a chain meets them
-    step_bits = np.arange(NUM_STEPS - 1, -1, -1)[:, None] + MIN_BITS  # bits after the step
-    available = (step_bits < bits) & (step_bits >= floor)
-    key = np.maximum.accumulate(np.where(available, columns, np.float32(0.0)), axis=0)
+    step_bits = np.arange(NUM_STEPS - 1, -1, -1, dtype=np.int8)[:, None] + np.int8(MIN_BITS)  # bits after the step
+    available = (step_bits < bits) & (step_bits >= np.asarray(floor, np.int8))
+    key = np.where(available, columns, np.float32(0.0))
+    for place in range(1, NUM_STEPS):  # four long operations; accumulate along a short axis is slow
+        np.maximum(key[place], key[place - 1], out=key[place])
     index, place = _sorted_positions(key.view(np.uint32), available)
     return Steps(index, NUM_STEPS - 1 - place)
 
@@ -77,9 +82,11 @@ def raising_order(ratio: FloatArray, bits: IntArray, top: IntArray) -> Steps:
         top: [n], where they end; a linear-block with `top <= bits` has no steps.
     """
     columns = np.ascontiguousarray(ratio.T)
-    step_bits = np.arange(NUM_STEPS)[:, None] + MIN_BITS  # bits before the step
-    available = (step_bits >= bits) & (step_bits < top)
-    key = np.minimum.accumulate(np.where(available, columns, np.float32(np.inf)), axis=0)
+    step_bits = np.arange(NUM_STEPS, dtype=np.int8)[:, None] + np.int8(MIN_BITS)  # bits before the step
+    available = (step_bits >= bits) & (step_bits < np.asarray(top, np.int8))
+    key = np.where(available, columns, np.float32(np.inf))
+    for place in range(1, NUM_STEPS):
+        np.minimum(key[place], key[place - 1], out=key[place])
     # Descending order: complement of the bit pattern, which rises with a float that isn't negative.
     index, place = _sorted_positions(~key.view(np.uint32), available)
     return Steps(index, place)
@@ -88,12 +95,12 @@ def raising_order(ratio: FloatArray, bits: IntArray, top: IntArray) -> Steps:
 def _sorted_positions(key: IntArray, available: BoolArray) -> tuple[IntArray, IntArray]:
     """Linear-block and place in its chain of the available entries of [5, n], by key, linear-block, place."""
     count = available.shape[1]
-    position = (np.arange(count, dtype=np.uint64) << np.uint64(_PLACE_BITS)) | np.arange(NUM_STEPS, dtype=np.uint64)[
-        :, None
-    ]
-    packed = (key.astype(np.uint64) << np.uint64(_POSITION_BITS)) | position
-    packed = np.sort(packed[available]) & np.uint64((1 << _POSITION_BITS) - 1)
-    return (packed >> np.uint64(_PLACE_BITS)).astype(np.int64), (packed & np.uint64(7)).astype(np.int64)
+    entries = np.flatnonzero(available)
+    place = entries // count
+    position = ((entries - place * count) << _PLACE_BITS) | place
+    packed = (key.reshape(-1)[entries].astype(np.uint64) << np.uint64(_POSITION_BITS)) | position.astype(np.uint64)
+    position = (np.sort(packed) & np.uint64((1 << _POSITION_BITS) - 1)).astype(np.int64)
+    return position >> _PLACE_BITS, position & ((1 << _PLACE_BITS) - 1)
 
 
 def prefix_for(slots: IntArray, target: int) -> int:

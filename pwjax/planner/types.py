@@ -65,8 +65,9 @@ class Calibration:
     @functools.cached_property
     def step_damage(self) -> FloatArray:
         """float64 [n, 5]: g_i of equation 4 for the step from 4 + j to 3 + j bits."""
-        s = np.asarray(self.sensitivity, np.float64)
-        return np.maximum(s[:, :-1] - s[:, 1:], 0.0)
+        # Kept by columns: the arithmetic on [n, 5] arrays is several times faster along n than along 5.
+        s = np.ascontiguousarray(self.sensitivity.T, np.float64)
+        return np.maximum(s[:-1] - s[1:], 0.0).T
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ class TableView:
     @functools.cached_property
     def step_slots(self) -> IntArray:
         """int64 [n, 5]: slots that the step between 4 + j and 3 + j bits releases or takes (equation 3)."""
-        return np.diff(self.slots, axis=1)
+        return np.diff(np.ascontiguousarray(self.slots.T), axis=0).T
 
     @functools.cached_property
     def top_bits(self) -> IntArray:

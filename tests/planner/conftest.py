@@ -3,5 +3,5 @@
 from hypothesis import settings
 
 settings.register_profile("planner", deadline=None, derandomize=True, max_examples=60)
-settings.register_profile("planner-search", deadline=None, max_examples=1000)  # --hypothesis-profile=planner-search
+settings.register_profile("planner-search", deadline=None, max_examples=400)  # --hypothesis-profile=planner-search
 settings.load_profile("planner")
