@@ -21,9 +21,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from checkpoints.claim import PREPARE_NAME
 from checkpoints.manifest import MANIFEST_NAME, UNITS, Manifest, file_crc32, read_json
 from checkpoints.orbax_io import load_arrays
-from checkpoints.writer import DENSE_INDEX_NAME, PREPARE_NAME, PreparedWriter, layer_folder, page_name
+from checkpoints.writer import DENSE_INDEX_NAME, PreparedWriter, layer_folder, page_name
 from pallas_kernels.bitplane_moe.layout import MIN_BITS, BlockLayout, MoEGeometry
 from pwjax.config import ModelConfig
 from pwjax.errors import UserError

@@ -6,8 +6,6 @@ atomically, and the manifest comes last. Nothing that `prepare` did not write it
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -17,22 +15,21 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
+from checkpoints.claim import LOCK_NAME, PREPARE_NAME, claim
 from checkpoints.manifest import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
     SMALL_FILE_BYTES,
     UNITS,
     Manifest,
     file_crc32,
     fsync_path,
-    read_json,
     write_json_atomically,
 )
 from checkpoints.orbax_io import is_saved, load_arrays, partial_saves, save_arrays
 from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS
 from pwjax.errors import UserError
 
-PREPARE_NAME = "prepare.json"
-LOCK_NAME = "prepare.lock"
 STATE_NAME = "state"
 DENSE_INDEX_NAME = "dense.json"
 DENSE_GROUP_BYTES = 256 * 2**20  # host memory that `write_dense` and `load_dense` gather before a save
@@ -91,11 +88,17 @@ class PreparedWriter:
         self.out = Path(out)
         self.num_moe_layers = num_moe_layers
         self.source = source
-        self._lock: int | None = None
         self._copied: set[str] = set()
-        wanted = {"source": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
-        self.resumed: bool = self._claim(json.loads(json.dumps(wanted)))  # as it will read back: tuples are lists
+        run = {"source": fingerprint} if isinstance(fingerprint, str) else fingerprint
+        lock, resumed = claim(self.out, {**run, "format_version": FORMAT_VERSION})
+        self._lock: int | None = lock
+        self.resumed: bool = resumed
         """Whether an unfinished run was found and is continued."""
+        for folder in (self.out, self.out / "layers", self.out / "source"):
+            for leftover in partial_saves(folder):
+                shutil.rmtree(leftover)
+        for name in (DENSE_INDEX_NAME, MANIFEST_NAME):
+            (self.out / f"{name}.tmp").unlink(missing_ok=True)
 
     def __enter__(self) -> PreparedWriter:
         return self
@@ -234,46 +237,6 @@ class PreparedWriter:
         return complete
 
     # Inside
-
-    def _claim(self, wanted: dict[str, Any]) -> bool:
-        """Makes OUT ours, or refuses; returns whether an unfinished run is continued."""
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"{self.out}: is a file; give a new folder for OUT")
-        if (self.out / MANIFEST_NAME).exists():
-            raise UserError(f"{self.out}: already holds a finished model; give a new folder, or delete this one first")
-        ours = (self.out / PREPARE_NAME).is_file()
-        if not ours and self.out.exists() and any(p.name != f"{PREPARE_NAME}.tmp" for p in self.out.iterdir()):
-            raise UserError(f"{self.out}: not empty, and not an unfinished prepare; give a new folder")
-        if ours:
-            self._check_same_run(wanted)
-        self.out.mkdir(parents=True, exist_ok=True)
-        if not ours:
-            write_json_atomically(self.out / PREPARE_NAME, wanted)
-        self._take_lock()
-        for folder in (self.out, self.out / "layers", self.out / "source"):
-            for leftover in partial_saves(folder):
-                shutil.rmtree(leftover)
-        for name in (DENSE_INDEX_NAME, MANIFEST_NAME):
-            (self.out / f"{name}.tmp").unlink(missing_ok=True)
-        return ours
-
-    def _check_same_run(self, wanted: dict[str, Any]) -> None:
-        found = read_json(self.out / PREPARE_NAME)
-        differing = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
-        if differing:
-            raise UserError(
-                f"{self.out}: holds an unfinished prepare with other {', '.join(differing)}; "
-                "give a new folder, or repeat that prepare"
-            )
-
-    def _take_lock(self) -> None:
-        """One writer at a time; the system lets go of the lock when a process dies, however it dies."""
-        self._lock = os.open(self.out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise UserError(f"{self.out}: another prepare is writing there now; wait for it, or stop it") from None
 
     def _save(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
         if folder.exists():

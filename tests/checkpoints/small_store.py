@@ -11,11 +11,12 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from checkpoints.store import PreparedWriter, moe_geometry
+from checkpoints.store import PreparedModel, PreparedWriter, moe_geometry
 from pwjax.config import ModelConfig
 from tests.checkpoints.hf_folders import QWEN2_MOE
 
@@ -90,6 +91,32 @@ def prepare(out: Path, source_folder: Path) -> list[int]:
         writer.write_tables(tables())
         writer.finish(MANIFEST)
     return written
+
+
+def writer_for(out: Path, fingerprint: Any = FINGERPRINT, **options: Any) -> PreparedWriter:
+    return PreparedWriter(out, fingerprint, num_moe_layers=CONFIG.num_moe_layers, **options)
+
+
+def equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def check_contents(out: Path, parts: str | tuple[str, ...] = ("layers", "source", "dense", "tables")):
+    """Every array of the parts is bit-equal to what was written."""
+    model = PreparedModel(out)
+    for layer in range(CONFIG.num_moe_layers):
+        if "layers" in parts:
+            read, given = model.load_layer(layer), pages(layer)
+            assert {unit: sorted(read[unit]) for unit in read} == {unit: sorted(given[unit]) for unit in given}
+            assert all(equal(read[unit][bits], given[unit][bits]) for unit in given for bits in given[unit])
+        if "source" in parts:
+            for weight, rounded in zip(model.load_source(layer), experts(layer), strict=True):
+                assert equal(weight, rounded.astype(ml_dtypes.bfloat16))
+    for part, load, given in (("dense", model.load_dense, dense()), ("tables", model.tables, tables())):
+        if part in parts:
+            arrays = load()
+            assert arrays.keys() == given.keys()
+            assert all(equal(arrays[name], np.asarray(value)) for name, value in given.items())
 
 
 def kill_at(event: str, suffix: str) -> None:
