@@ -11,6 +11,7 @@ from pwjax.planner.exchange import plan_exchange
 from pwjax.planner.pressure import prepare_slots, pressure_triggered, reload_slots, target_slots
 from pwjax.planner.queue import PlanQueue, plan_stages, refresh_queue, revalidate_queue, select_best
 from pwjax.planner.reload import plan_reload
+from pwjax.planner.routing import observed_mass
 from pwjax.planner.types import Calibration, Observation, Plan, TableView
 
 
@@ -63,4 +64,6 @@ def _decide(scored: Scored, observation: Observation, calibration: Calibration, 
     limit = observation.moving_slots
     room = reload_slots(observation)
     plan = plan_reload(scored, room if limit is None else min(room, limit))
-    return plan if plan.moves else plan_exchange(scored, calibration.policy, limit)
+    if plan.moves or observed_mass(observation.routing_mass) < calibration.policy.exchange_min_mass:
+        return plan
+    return plan_exchange(scored, calibration.policy, limit)

@@ -33,6 +33,8 @@ class Policy:
         exchange_gain: an exchange must lower predicted damage by more than this share of what its raises avoid, in
             [0, 1). A share and not a number of nats, so that one default serves models of any sensitivity.
         exchange_moves: most linear-blocks that one boundary's exchange raises; 0 turns the exchange off.
+        exchange_min_mass: routing mass (sum of routing weights, at most one a token) that a layer must have seen, on
+            average, before anything is exchanged: the first tokens say little about which experts are hot.
     """
 
     bucket_shares: tuple[float, ...]
@@ -43,6 +45,7 @@ class Policy:
     epsilon: float
     exchange_gain: float
     exchange_moves: int
+    exchange_min_mass: float
 
     def __post_init__(self) -> None:
         self._check_buckets()
@@ -57,6 +60,8 @@ class Policy:
             raise UserError(f"planner policy: exchange_gain is {self.exchange_gain}; it must be in [0, 1)")
         if self.exchange_moves < 0:
             raise UserError(f"planner policy: exchange_moves is {self.exchange_moves}; it must be at least 0")
+        if not self.exchange_min_mass >= 0:
+            raise UserError(f"planner policy: exchange_min_mass is {self.exchange_min_mass}; it must be at least 0")
 
     def _check_buckets(self) -> None:
         shares, buckets = self.bucket_shares, len(self.bucket_shares)
@@ -110,6 +115,7 @@ class Policy:
             epsilon=float(values["epsilon"]),
             exchange_gain=float(values["exchange_gain"]),
             exchange_moves=int(values["exchange_moves"]),
+            exchange_min_mass=float(values["exchange_min_mass"]),
         )
 
     def without_routing(self) -> Policy:
@@ -138,6 +144,7 @@ def default_policy() -> Policy:
         epsilon=1e-9,
         exchange_gain=0.2,
         exchange_moves=32,
+        exchange_min_mass=32.0,
     )
 
 

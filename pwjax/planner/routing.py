@@ -53,6 +53,15 @@ def batch_mass(routing_mass: FloatArray, kv_blocks: FloatArray) -> FloatArray:
     return np.einsum("rle,rl->le", mass, per_request)
 
 
+def observed_mass(routing_mass: FloatArray) -> float:
+    """How much has been seen: routing mass of all requests, by layer, averaged over layers.
+
+    Args:
+        routing_mass: [R, L, E], sums of routing weights by request.
+    """
+    return float(np.sum(routing_mass) / routing_mass.shape[1])
+
+
 def assign_buckets(mass: FloatArray, policy: Policy) -> IntArray:
     """beta of every expert: its place among its layer's experts by mass; equal ones by index.
 

@@ -19,6 +19,7 @@ POLICY = Policy(
     epsilon=1e-9,
     exchange_gain=0.1,
     exchange_moves=4,
+    exchange_min_mass=0.0,
 )
 
 

@@ -81,6 +81,14 @@ def test_nothing_observed_means_sensitivity_alone() -> None:
     assert step(silent.with_policy(wide), PlanQueue())[1] == step(no_routing, PlanQueue())[1]
 
 
+def test_no_exchange_on_the_first_few_tokens() -> None:
+    policy = dataclasses.replace(make_case(3).calibration.policy, exchange_min_mass=32.0)
+    case = make_case(3, layers=2, experts=8).with_policy(policy).observe(free_slots=50, block_slots=10, growth_slots=0)
+    mass = case.observation.routing_mass * (2 * 31.9 / case.observation.routing_mass.sum())
+    assert step(case.observe(routing_mass=mass), PlanQueue())[1].reason == "none"
+    assert step(case.observe(routing_mass=mass * 1.01), PlanQueue())[1].reason == "exchange"
+
+
 def test_moving_slots_bound_a_reload() -> None:
     case = make_case(3).observe(free_slots=5000, growth_slots=0, block_slots=10)
     _, free = step(case, PlanQueue())

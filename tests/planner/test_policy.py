@@ -38,10 +38,11 @@ def test_round_trip_through_json() -> None:
         ({"alpha": -1.0}, "alpha"),
         ({"exchange_gain": 1.0}, "exchange_gain"),
         ({"exchange_moves": -1}, "exchange_moves"),
+        ({"exchange_min_mass": -1.0}, "exchange_min_mass"),
     ],
 )
 def test_refuses(change: dict, message: str) -> None:
-    good = Policy((0.5, 0.75, 1.0), (0.5, 1.0, 2.0), ((3, 3, 3),), (2, 2, 2), 1.0, 1e-9, 0.1, 4)
+    good = Policy((0.5, 0.75, 1.0), (0.5, 1.0, 2.0), ((3, 3, 3),), (2, 2, 2), 1.0, 1e-9, 0.1, 4, 0.0)
     with pytest.raises(UserError, match=message):
         dataclasses.replace(good, **change)
 
@@ -67,7 +68,7 @@ def test_bucket_ends(experts: int, ends: tuple[int, ...]) -> None:
 
 
 def test_fit_multipliers_measures_relative_traffic() -> None:
-    policy = Policy((0.5, 1.0), (1.0, 1.0), ((3, 3),), (5, 5), 1.0, 1e-9, 0.1, 4)
+    policy = Policy((0.5, 1.0), (1.0, 1.0), ((3, 3),), (5, 5), 1.0, 1e-9, 0.1, 4, 0.0)
     shares = np.array([[0.4, 0.1, 0.3, 0.2], [2.0, 2.0, 8.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
     # Sorted: (.1 .2 | .3 .4) and (.125 .125 | .25 .5), each times 4; the row without mass has no say.
     fitted = fit_multipliers(policy, shares)

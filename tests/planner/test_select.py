@@ -39,7 +39,9 @@ def test_a_cheap_step_behind_a_dear_one_waits_for_it() -> None:
 
 
 def test_ratio_is_damage_a_slot() -> None:
-    np.testing.assert_array_equal(step_ratio(np.array([[6.0, 1.0]]), np.array([[3, 4]])), np.array([[2.0, 0.25]], np.float32))
+    np.testing.assert_array_equal(
+        step_ratio(np.array([[6.0, 1.0]]), np.array([[3, 4]])), np.array([[2.0, 0.25]], np.float32)
+    )
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(-5, 900))
