@@ -18,8 +18,8 @@ import numpy as np
 from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS
 from pwjax.calibration.walker import CalibrationLosses
 
-# A layer whose measured loss does not rise gets this share of the median kappa: small, but never free.
-KAPPA_FLOOR = 0.1
+# A unit whose measured loss does not rise counts as this share of the median rise: small, but never free.
+RISE_FLOOR = 0.1
 # Largest perplexity ratio to bfloat16 at which a bit-width counts as enough.
 MAX_PERPLEXITY_RATIO = 1.001
 
@@ -30,7 +30,7 @@ class Kappa:
 
     Attributes:
         values: float64 `[L, 2]`, positive.
-        clipped: `(moe_layer, unit)` whose fitted value lay below the floor and was raised to it.
+        clipped: `(moe_layer, unit)` whose measured rise lay below the floor and was raised to it.
     """
 
     values: np.ndarray
@@ -62,19 +62,21 @@ def raw_sensitivity(weights: Any, quantized: Callable[[int], Any], importance: A
 def fit_kappa(losses: CalibrationLosses, raw: np.ndarray) -> Kappa:
     """Loss increase of quantizing a unit alone to 3 bits, divided by its summed raw sensitivity there.
 
-    Values below `KAPPA_FLOOR` times the median of the positive ones (noise can make them negative) are raised to that,
-    so that no layer looks free or helped by quantization. Where nothing is positive, all are 1.
+    Increases below `RISE_FLOOR` times the median of the positive ones (noise makes some negative) are raised to that,
+    so that no layer looks free or helped by quantization. The floor is on the increase, not on kappa: kappa follows the
+    scale of a layer's activations and spans orders of magnitude between layers. Where no loss rises, all kappa are 1.
 
     Args:
         raw: `[L, E, 2, 6]`.
     """
     total = np.asarray(raw, np.float64)[..., 0].sum(axis=1)  # [L, 2]
     increase = losses.perturbed - losses.base
-    fitted = np.divide(increase, total, out=np.zeros_like(increase), where=total > 0)
-    positive = fitted[fitted > 0]
-    floor = KAPPA_FLOOR * float(np.median(positive)) if positive.size else 1.0
-    clipped = tuple((int(m), int(u)) for m, u in np.argwhere(fitted < floor))
-    return Kappa(np.maximum(fitted, floor), clipped)
+    has_error = total > 0  # weights that 3 bits hold exactly have no sensitivity to scale
+    positive = increase[has_error & (increase > 0)]
+    floor = RISE_FLOOR * float(np.median(positive)) if positive.size else np.inf
+    clipped = tuple((int(m), int(u)) for m, u in np.argwhere(has_error & (increase < floor)))
+    raised = np.maximum(increase, floor) if positive.size else total
+    return Kappa(np.divide(raised, total, out=np.ones_like(total), where=has_error), clipped)
 
 
 def sensitivity(kappa: Kappa, raw: np.ndarray) -> np.ndarray:

@@ -42,11 +42,12 @@ def test_sum_over_a_unit_is_the_measured_loss_increase():
     np.testing.assert_allclose(table / table[..., :1], raw / raw[..., :1], rtol=1e-5)
 
 
-def test_kappa_is_clipped_positive_and_reported():
+def test_small_rises_are_raised_and_reported():
     raw = np.ones((2, 4, 2, 6))
-    kappa = fit_kappa(losses(1.0, 1.0 + 4 * np.array([[0.01, -0.5], [0.03, 1e-5]])), raw)
-    # Positive ones: 0.01, 0.03, 1e-5; median 0.01; floor 0.001.
-    np.testing.assert_allclose(kappa.values, [[0.01, 0.001], [0.03, 0.001]], rtol=1e-6)
+    raw[1, :, 0] *= 1000  # a layer of large activations: its kappa is small, its rise is not
+    kappa = fit_kappa(losses(1.0, 1.0 + np.array([[0.01, -0.5], [0.03, 1e-5]])), raw)
+    # Positive rises: 0.01, 0.03, 1e-5; median 0.01; floor 0.001.
+    np.testing.assert_allclose(kappa.values, [[0.01 / 4, 0.001 / 4], [0.03 / 4000, 0.001 / 4]], rtol=1e-6)
     assert kappa.clipped == ((0, 1), (1, 1))
 
 
@@ -54,10 +55,11 @@ def test_kappa_without_any_rise_or_any_error():
     raw = np.ones((1, 4, 2, 6))
     kappa = fit_kappa(losses(1.0, [[1.0, 0.5]]), raw)
     np.testing.assert_array_equal(kappa.values, [[1.0, 1.0]])
+    assert kappa.clipped == ((0, 0), (0, 1))
     raw[:, :, 1] = 0  # weights that 3 bits hold exactly
     kappa = fit_kappa(losses(1.0, [[1.4, 1.0]]), raw)
-    np.testing.assert_allclose(kappa.values, [[0.1, 0.01]], rtol=1e-6)
-    assert kappa.clipped == ((0, 1),)
+    np.testing.assert_allclose(kappa.values, [[0.1, 1.0]], rtol=1e-6)
+    assert kappa.clipped == ()
 
 
 def test_sensitivity_never_rises_with_bits():
