@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-budget", type=bytes_argument, metavar="SIZE", help="device memory for everything: 12GiB, 9.5GB, bytes"
     )
     add("--mean-bits", type=float, metavar="BITS", help="derive the budget from this mean precision of the experts")
+    add("--arena", type=bytes_argument, metavar="SIZE", help="derive the budget from the arena's size (weights and KV)")
     add(
         "--method",
         default="pagedweight",
@@ -51,6 +52,7 @@ def build_llm(args: argparse.Namespace, **extra: Any) -> LLM:
         "high_watermark_blocks reserve_kv implementation replay seed"
     ).split()
     options = {name: getattr(args, name) for name in names}
+    options["arena_bytes"] = args.arena
     options |= {"exchange": not args.no_exchange, "routing": not args.no_routing} | extra
     bar = _LoadingBar()
     try:

@@ -6,7 +6,6 @@ Order matters for the budget: what is fixed is measured before the arena is size
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.store import PreparedModel
-from pallas_kernels.platform import resolve_implementation
 from pallas_kernels.paged_attention.layout import KVGeometry
+from pallas_kernels.platform import resolve_implementation
 from pwjax import planner
 from pwjax.engine import memory
 from pwjax.engine.config import EngineConfig
@@ -180,7 +179,7 @@ class _Builder:
     def _size_arena(self, compiler: StepCompiler) -> tuple[memory.FixedMemory, int]:
         """What is fixed, and the slots of the arena: from the budget, or as many as are asked for without one."""
         budget = self.options.memory_budget_bytes
-        if budget is None and self.options.mean_bits is None:
+        if budget is None and self.options.mean_bits is None and self.options.arena_bytes is None:
             free = memory.device_free_bytes(self.device)
             budget = None if free is None else self.dense_bytes + int(memory.GPU_DEFAULT_SHARE * free)
         fixed = self._fixed(workspace_bytes=0)
@@ -210,7 +209,11 @@ class _Builder:
         return max(memory.workspace_bytes(compiler.compile(shape, num_slots)) for shape in largest.values())
 
     def _wanted_slots(self, fixed: memory.FixedMemory) -> int:
-        """Without a budget: `--mean-bits`, or all pages and all KV on a CPU, at most 4 GiB."""
+        """Without a budget: `--arena`, `--mean-bits`, or all pages and all KV on a CPU, at most 4 GiB."""
+        if self.options.arena_bytes is not None:
+            return memory.arena_slots(
+                self.options.arena_bytes + fixed.total_bytes, fixed, self.slot_bytes, self._least_slots()
+            )
         if self.options.mean_bits is not None and self.paged:
             slots, weights = self.table.resident_slots, self.table.weights
             pages = planner.capacity_for_mean_bits(
@@ -294,12 +297,8 @@ class _Builder:
     def _weights(
         self, allocator: SlotAllocator, device: DeviceTables, bits: np.ndarray, num_slots: int
     ) -> WeightManager:
-        loaded = itertools.count(1)
-        pages = self.config.num_moe_layers * 2 * (self.max_bits - 2)
-
-        def report(nbytes: int) -> None:
-            self.progress("weight pages", next(loaded), pages)
-
+        layers = self.config.num_moe_layers
+        report = lambda done: self.progress("weight pages", done, layers)  # noqa: E731
         store = HostStore(
             self.model, self.geometry, self.shape, self.staging, self.device, self.max_bits, progress=report
         )

@@ -61,6 +61,8 @@ class EngineConfig:
         memory_budget_bytes: device bytes for everything; None takes the default for the device.
         method: see `Method`.
         mean_bits: derive the budget from this mean precision of the experts instead.
+        arena_bytes: derive the budget from the arena's size instead: dense weights, tables and workspace come on top.
+            Runs on devices whose workspaces differ are compared this way.
         max_model_len: longest sequence in tokens, prompt and generation; None takes the model's limit.
         max_num_seqs: sequences that run at once.
         prefill_chunk_tokens: prompt tokens in one step.
@@ -81,6 +83,7 @@ class EngineConfig:
     memory_budget_bytes: int | None = None
     method: Method = Method("pagedweight")
     mean_bits: float | None = None
+    arena_bytes: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 8
     prefill_chunk_tokens: int = 256
@@ -104,8 +107,8 @@ class EngineConfig:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UserError(f"--max-model-len is {self.max_model_len}; it must be at least 2")
-        if self.memory_budget_bytes is not None and self.mean_bits is not None:
-            raise UserError("--memory-budget and --mean-bits both set the budget; give one of them")
+        if sum(x is not None for x in (self.memory_budget_bytes, self.mean_bits, self.arena_bytes)) > 1:
+            raise UserError("--memory-budget, --mean-bits and --arena all set the budget; give one of them")
         if self.mean_bits is not None and not MIN_BITS <= self.mean_bits <= MAX_BITS:
             raise UserError(f"--mean-bits is {self.mean_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
         if self.max_bits is not None and not MIN_BITS <= self.max_bits <= MAX_BITS:

@@ -10,7 +10,7 @@ and stages them on the device (it overlaps with compute); the arena's commit sca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -21,6 +21,7 @@ from pallas_kernels.bitplane_moe.layout import BITS, MoEGeometry
 from pwjax.errors import UserError
 
 Kind = tuple[int, int]  # (unit, bits)
+UNIT_NAMES = ("gate_up", "down")
 
 MAX_STAGING_BYTES = 16 * 2**20  # copies of 16 MB reach the bus's full rate (docs/memory.md)
 STAGING_SHARE = 0.01  # of all pages: a small model must not spend its budget on staging
@@ -29,8 +30,8 @@ STAGING_SHARE = 0.01  # of all pages: a small model must not spend its budget on
 class PageSource(Protocol):
     """Where pages are read from at load: the prepared store."""
 
-    def load_pages(self, layer: int, unit: int, bits: int) -> np.ndarray:
-        """uint32 `[experts, page_slots * slot_words]`."""
+    def load_layer(self, layer: int) -> Mapping[str, Mapping[int, np.ndarray]]:
+        """`{"gate_up": {3: uint32 [experts, page_slots * slot_words], ..}, "down": {..}}`."""
         ...
 
 
@@ -68,7 +69,7 @@ class HostStore:
         staging: size of a batch.
         device: where fetches deliver.
         max_bits: pages above it are neither kept nor fetched.
-        progress: called with the bytes of every page array that has been read.
+        progress: called with the number of layers read so far.
     """
 
     def __init__(
@@ -79,32 +80,35 @@ class HostStore:
         staging: StagingShape,
         device: jax.Device,
         max_bits: int,
-        progress=lambda count: None,
+        progress: Callable[[int], None] = lambda layers: None,
     ) -> None:
         self.staging = staging
         self._layouts = (geometry.gate_up, geometry.down)
         self._pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
         self._on_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
-        self._pages: dict[Kind, jax.Array] = {}
         self._fetches = {}
-        for kind in self._kinds(max_bits):
-            self._pages[kind] = self._load(source, kind, shape, progress)
+        loaded = self._read(source, shape, max_bits, progress)
+        self._pages = {kind: self._pin(loaded.pop(kind)) for kind in tuple(loaded)}
         self.nbytes = sum(array.nbytes for array in self._pages.values())
 
-    @staticmethod
-    def _kinds(max_bits: int) -> Iterator[Kind]:
-        return ((unit, bits) for unit in (0, 1) for bits in BITS if bits <= max_bits)
-
-    def _load(self, source: PageSource, kind: Kind, shape: tuple[int, int], progress) -> jax.Array:
-        unit, bits = kind
+    def _read(
+        self, source: PageSource, shape: tuple[int, int], max_bits: int, progress: Callable[[int], None]
+    ) -> dict[Kind, np.ndarray]:
+        """All pages by kind, read a layer at a time."""
         layers, experts = shape
-        layout = self._layouts[unit]
-        words = layout.page_slots(bits) * layout.slot_words
-        pages = np.empty((layers * experts, words), np.uint32)
+        pages: dict[Kind, np.ndarray] = {}
+        for unit, layout in enumerate(self._layouts):
+            for bits in (b for b in BITS if b <= max_bits):
+                words = layout.page_slots(bits) * layout.slot_words
+                pages[unit, bits] = np.empty((layers * experts, words), np.uint32)
         for layer in range(layers):
-            loaded = source.load_pages(layer, unit, bits)
-            pages[layer * experts : (layer + 1) * experts] = loaded
-            progress(loaded.nbytes)
+            stored = source.load_layer(layer)
+            for (unit, bits), array in pages.items():
+                array[layer * experts : (layer + 1) * experts] = stored[UNIT_NAMES[unit]][bits]
+            progress(layer + 1)
+        return pages
+
+    def _pin(self, pages: np.ndarray) -> jax.Array:
         try:
             return jax.block_until_ready(jax.device_put(pages, self._pinned))
         except jax.errors.JaxRuntimeError as error:
