@@ -153,3 +153,31 @@ TAILS = [
     MoECase(tokens=5, dtype="bfloat16", seed=17),
     MoECase(tokens=70, dtype="bfloat16", hidden=80, inner=40, lut_rows=32, seed=18),
 ]
+
+
+def weights_in_arena(inputs: MoEInputs, expert: int, unit: int, bits: int) -> np.ndarray:
+    """float32 `[N, K]` of a linear-block at `bits`, read back from its slots; at most its committed bits."""
+    layout = (inputs.geometry.gate_up, inputs.geometry.down)[unit]
+    table = (inputs.gate_up_slots, inputs.down_slots)[unit][expert]
+    pages = {}
+    for b in BITS[: bits - 2]:
+        first = layout.page_offset_slots(b)
+        pages[b] = inputs.arena[table[first : first + layout.page_slots(b)]].reshape(-1)
+    return dequantize_pages(layout, pages, bits)
+
+
+def lowered(inputs: MoEInputs, bits: np.ndarray) -> MoEInputs:
+    """The same experts after an offload to `bits` `[E, 2]`: pages above are poisoned and their slots forgotten."""
+    arena, tables = inputs.arena.copy(), (inputs.gate_up_slots.copy(), inputs.down_slots.copy())
+    dense: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for expert, unit in np.ndindex(bits.shape):
+        layout = (inputs.geometry.gate_up, inputs.geometry.down)[unit]
+        dense[unit].append(weights_in_arena(inputs, expert, unit, int(bits[expert, unit])))
+        span = slice(
+            layout.resident_slots(int(bits[expert, unit])), layout.resident_slots(int(inputs.bits[expert, unit]))
+        )
+        arena[tables[unit][expert, span]] = POISON
+        tables[unit][expert, span] = GARBAGE_SLOT
+    return dataclasses.replace(
+        inputs, arena=arena, gate_up_slots=tables[0], down_slots=tables[1], bits=bits, dense=dense
+    )

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from pallas_kernels.paged_attention.layout import KVGeometry
-from tests.pallas_kernels.moe_cases import GARBAGE_SLOT, POISON, round_to
+from pallas_kernels.testing.moe_cases import GARBAGE_SLOT, POISON, round_to
 
 
 @dataclasses.dataclass(frozen=True)
