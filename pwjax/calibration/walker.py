@@ -22,13 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bitplane_moe.layout import BITS
-from pwjax.calibration.grouped_experts import RoutedSums, grouped_experts
+from pwjax.calibration.grouped_experts import RoutedSums
+from pwjax.calibration.passes import (
+    BeforeExperts,
+    loss_sums,
+    through_dense_layer,
+    through_experts,
+    through_moe_layer,
+    to_experts,
+)
 from pwjax.config import ModelConfig
 from pwjax.errors import UserError
 from pwjax.models.decoder import DecoderLayer
-from pwjax.models.forward import ExpertWeights, attend
-from pwjax.models.layers import matmul_f32, rms_norm
-from pwjax.models.loading import TIED_HEAD, ModuleDef, load_layer, merge
+from pwjax.models.forward import ExpertWeights
+from pwjax.models.loading import TIED_HEAD, ModuleDef, load_layer
 
 UNITS = (0, 1)
 KAPPA_BITS = BITS[0]
@@ -37,9 +44,6 @@ CHUNK_SEQUENCES = 16
 
 QuantizedWeights = Callable[[int, int], Any]
 """(unit, bits) to the dequantized weights `[E, N, K]` of the layer, a new NumPy or JAX array, float32 or bfloat16."""
-
-BeforeExperts = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Residual x, and h, ids, weights of `DecoderLayer.route`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +140,7 @@ class CalibrationWalker:
             dense: hub name to array; those of other layers are ignored.
         """
         definition, leaves = self._enter(layer, dense, is_moe=False)
-        move = functools.partial(_through_dense_layer, definition, leaves)
+        move = functools.partial(through_dense_layer, definition, leaves)
         for stream in (self._base, *self._perturbed.values(), *self._uniform.values()):
             stream[:] = [move(x) for x in stream]
         self._next_layer += 1
@@ -154,8 +158,8 @@ class CalibrationWalker:
         total: RoutedSums | None = None
         kept = []
         for index, x in enumerate(self._base):
-            before_experts = _to_experts(definition, leaves, x)
-            self._base[index], sums = _through_experts(definition, leaves, before_experts, experts)
+            before_experts = to_experts(definition, leaves, x)
+            self._base[index], sums = through_experts(definition, leaves, before_experts, experts)
             total = sums if total is None else RoutedSums(*(a + b for a, b in zip(total, sums, strict=True)))
             if index < self._loss_chunks:
                 kept.append(before_experts)
@@ -175,14 +179,14 @@ class CalibrationWalker:
         routed, self._routed = self._routed, None
         experts = _on_device(experts)
         for stream in self._perturbed.values():
-            stream[:] = [_through_moe_layer(routed.definition, routed.leaves, x, experts) for x in stream]
+            stream[:] = [through_moe_layer(routed.definition, routed.leaves, x, experts) for x in stream]
         moe_layer = self.config.moe_layer_indices.index(routed.layer)
         for bits in BITS:
             pair = _on_device((quantized(0, bits), quantized(1, bits)))
             if bits == KAPPA_BITS:
                 self._perturb(moe_layer, routed, experts, pair)
             stream = self._uniform[bits]
-            stream[:] = [_through_moe_layer(routed.definition, routed.leaves, x, pair) for x in stream]
+            stream[:] = [through_moe_layer(routed.definition, routed.leaves, x, pair) for x in stream]
             jax.block_until_ready(stream)  # dispatch must not run ahead and pile up six widths of weights
         self._next_layer += 1
 
@@ -201,7 +205,7 @@ class CalibrationWalker:
 
         def loss(stream: list[jax.Array]) -> float:
             sums = [
-                _loss_sums(x, part, norm, head, self.config.rms_norm_eps)
+                loss_sums(x, part, norm, head, self.config.rms_norm_eps)
                 for x, part in zip(stream, targets, strict=True)
             ]
             return float(np.concatenate([np.asarray(part, np.float64) for part in sums]).sum() / num_tokens)
@@ -232,7 +236,7 @@ class CalibrationWalker:
         for unit in UNITS:
             weights = (pair[0], experts[1]) if unit == 0 else (experts[0], pair[1])
             self._perturbed[moe_layer, unit] = [
-                _through_experts(routed.definition, routed.leaves, before_experts, weights)[0]
+                through_experts(routed.definition, routed.leaves, before_experts, weights)[0]
                 for before_experts in routed.chunks
             ]
 
@@ -248,51 +252,6 @@ def _on_device(experts: ExpertWeights) -> ExpertWeights:
 def _embed(embed_weight: Any, tokens: np.ndarray) -> np.ndarray:
     """On the host: the table of a large vocabulary need not go to the device for a few rows."""
     return np.asarray(embed_weight)[np.asarray(tokens)].astype(np.float32)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _to_experts(definition: ModuleDef[DecoderLayer], leaves: tuple[jax.Array, ...], x: jax.Array) -> BeforeExperts:
-    """Attention and routing."""
-    layer = merge(definition, leaves)
-    x = attend(layer, x)
-    return x, *layer.route(x)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _through_experts(
-    definition: ModuleDef[DecoderLayer],
-    leaves: tuple[jax.Array, ...],
-    before_experts: BeforeExperts,
-    experts: ExpertWeights,
-) -> tuple[jax.Array, RoutedSums]:
-    x, h, ids, weights = before_experts
-    routed, sums = grouped_experts(h, ids, weights, experts)
-    return merge(definition, leaves).add_experts(x, h, routed), sums
-
-
-def _through_moe_layer(
-    definition: ModuleDef[DecoderLayer], leaves: tuple[jax.Array, ...], x: jax.Array, experts: ExpertWeights
-) -> jax.Array:
-    return _through_experts(definition, leaves, _to_experts(definition, leaves, x), experts)[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _through_dense_layer(definition: ModuleDef[DecoderLayer], leaves: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
-    layer = merge(definition, leaves)
-    return layer.add_mlp(attend(layer, x))
-
-
-@functools.partial(jax.jit, static_argnames="eps")
-def _loss_sums(x: jax.Array, tokens: jax.Array, norm: jax.Array, head: jax.Array, eps: float) -> jax.Array:
-    """Sum of nats of every sequence, float32 `[B]`; one sequence's logits `[T, vocab]` at a time."""
-
-    def sequence(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        states, targets = args
-        logits = matmul_f32(rms_norm(states[:-1], norm, eps), head)
-        picked = jnp.take_along_axis(logits, targets[1:, None], axis=-1)[:, 0]
-        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked)
-
-    return jax.lax.map(sequence, (x, tokens))
 
 
 def _statistics(sums: RoutedSums, min_tokens: int) -> LayerStatistics:
