@@ -1,6 +1,6 @@
 """Checks a demo checkpoint against transformers: every key is loaded, float32 logits agree, greedy answers are right.
 
-    python scripts/check_demo.py --model checkpoints/demo-moe [--items 20]
+    python scripts/check_demo.py --model checkpoints/demo-moe [--items 10]
 
 Needs torch and transformers (CPU is enough); the JAX side is the training model of `pwjax/demo/model.py`.
 """
@@ -48,7 +48,7 @@ def main() -> None:
     """Loads, compares, decodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("checkpoints/demo-moe"))
-    parser.add_argument("--items", type=int, default=20, help="test items a task")
+    parser.add_argument("--items", type=int, default=10, help="test items a task")
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
