@@ -1,8 +1,8 @@
 """Nesting: every further bit splits each cluster of a sorted row in two, exactly.
 
 The best border of a cluster maximises the between term `s^2 / w_l + s^2 / w_r`, where `w_l` and `w_r` are the sums of
-`w` on either side and `s` is the sum of `w (x - mean)` to the left. The maximum of every cluster is found by one running
-maximum over the row of the key (cluster, gain), 7 + 25 bits in a uint32.
+`w` on either side and `s` is the sum of `w (x - mean)` to the left. The maximum of every cluster is found by one
+running maximum over the row of the key (cluster, gain), 7 + 25 bits in a uint32.
 """
 
 from __future__ import annotations

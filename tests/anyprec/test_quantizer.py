@@ -154,7 +154,7 @@ def _row(q: Quantized, row: int) -> Quantized:
     return Quantized(q.indices[:, row : row + 1], luts, q.row_scale[:, row : row + 1], q.lut_rows)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 2), (2, 3, 5), (1, 33, 100)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 2), (2, 33, 5)])
 def test_any_shape(shape: tuple[int, int, int]) -> None:
     weights = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
     for lut_rows in (1, 32):
@@ -218,4 +218,4 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(UserError, match="one value a column"):
         quantize(weights, np.ones((1, 4), np.float32), 1)
     with pytest.raises(UserError, match="9 bits asked for"):
-        dequantize(quantize(weights, uniform(weights), 1), 9)
+        dequantize(Quantized(np.zeros((1, 4, 8), np.uint8), {}, np.ones((1, 4), np.float32), 1), 9)
