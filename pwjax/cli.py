@@ -14,8 +14,8 @@ from pwjax.commands import process
 
 # Command -> (module, what it does). Modules are imported only when their command runs.
 COMMANDS = {
-    "prepare": ("pwjax.prepare", "quantize a Hugging Face MoE folder into a store of weight pages"),
-    "inspect": ("pwjax.inspect", "describe a prepared model"),
+    "prepare": ("pwjax.commands.prepare", "quantize a Hugging Face MoE folder into a store of weight pages"),
+    "inspect": ("pwjax.commands.inspect", "describe a prepared model"),
     "generate": ("pwjax.commands.generate", "generate text under a memory budget"),
     "eval": ("pwjax.commands.evaluate", "measure quality through the serving engine"),
     "demo": (
