@@ -151,7 +151,8 @@ class Runner:
         tokens = np.zeros((shape.sequences, shape.tokens), np.int32)
         delta = np.zeros((shape.kv_delta_rows(kv.block_size), 2 + kv.block_slots), np.int32)
         delta[:, 0] = rows
-        return StepInputs(sequences, sampling, tokens, tokens if shape.score else tokens[:, :0], delta)
+        targets = np.zeros((shape.sequences, shape.tokens if shape.score else 0), np.int32)
+        return StepInputs(sequences, sampling, tokens, targets, delta)
 
     def dispatch(self, batch: Batch, kv_delta: list[tuple[int, int, np.ndarray]]) -> StepOutputs:
         """Starts a step and returns at once; outputs are on the device.
