@@ -5,6 +5,9 @@ One kernel, called for gate_up and for down: rows of x times the decoded weights
 work). *matrix*: a tile is up to `block_m` sorted pairs of one expert, so that a decoded weight serves all of them
 through `dot`. Activation, norms and the weighted sum over choices are XLA's.
 
+A thread decodes whole words: the 32 columns of a word are 32 passes, not 32 threads, so what it costs to find a word in
+the arena is paid once. x is laid out to match, `[row, column % 32, column // 32]`.
+
 Tables are read by pointer loads (`.at[slot, column]`, never a flat index, which would pass 2**31 in a large arena).
 Constants are `jnp.int32(..)` wherever both sides of a `where` are: the lowering takes two Python ints for booleans.
 """
@@ -22,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.bitplane_moe.activation import gated, row_norms
-from pallas_kernels.bitplane_moe.layout import BITS, MIN_BITS, BlockLayout, MoEGeometry
+from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, MIN_BITS, BlockLayout, MoEGeometry
 from pallas_kernels.bitplane_moe.routing import SortedPairs, Tiles, sort_pairs, tile_pairs
 
 _LANES = 32  # columns in a word of a plane
@@ -30,26 +33,34 @@ _LANES = 32  # columns in a word of a plane
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes of the kernel, all powers of two. `block_m` 1 is the vector body, otherwise it is at least 16."""
+    """Block sizes of the kernel, all powers of two: `block_n` rows of W by `block_words` words of a plane at a time.
+
+    `block_m` 1 is the vector body; otherwise it is at least 16, and so is `block_words`.
+    """
 
     block_m: int
     block_n: int
-    block_words: int  # words of a plane that the vector body takes at a time
+    block_words: int
     num_warps: int = 4
     num_stages: int = 1
 
     def __post_init__(self) -> None:
         sizes = (self.block_m, self.block_n, self.block_words)
-        if any(size < 1 or size & (size - 1) for size in sizes) or 1 < self.block_m < 16:
-            raise ValueError(f"{self}: sizes must be powers of two, and block_m 1 or at least 16")
+        if any(size < 1 or size & (size - 1) for size in sizes):
+            raise ValueError(f"{self}: sizes must be powers of two")
+        if self.block_m > 1 and min(sizes) < 16:
+            raise ValueError(f"{self}: the matrix body multiplies blocks of at least 16")
 
 
-def default_config(pairs: int, num_experts: int) -> Config:
+def default_config(pairs: int, num_experts: int, words_per_row: int, *, exact: bool) -> Config:
     """Vectors while most experts would see one pair, then tiles of about as many pairs as an expert gets."""
+    words = min(32, pl.next_power_of_2(words_per_row))
     if pairs <= max(8, num_experts // 2):
-        return Config(block_m=1, block_n=16, block_words=4)
-    mean = pairs // num_experts
-    return Config(block_m=16 if mean <= 16 else 32 if mean <= 32 else 64, block_n=64, block_words=1)
+        return Config(block_m=1, block_n=256 // words, block_words=words)
+    words, mean = max(16, words), pairs // num_experts
+    if exact:  # products of float32 are done one by one: small blocks, or they spill
+        return Config(block_m=16, block_n=32, block_words=words)
+    return Config(block_m=16 if mean <= 16 else 32 if mean <= 32 else 64, block_n=64, block_words=words, num_warps=8)
 
 
 def bitplane_moe(
@@ -66,15 +77,17 @@ def bitplane_moe(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.bitplane_moe`. bfloat16 x multiplies in TF32, which holds bfloat16 and LUT entries exactly."""
-    num_experts, top_k = bits.shape[0], expert_ids.shape[1]
-    config = config or default_config(expert_ids.size, num_experts)
-    pairs, tiles = _plan(expert_ids, num_experts, config.block_m)
-    matmul = functools.partial(_grouped_matmul, tiles=tiles, arena=arena, config=config, interpret=interpret)
-    exact = x.dtype == jnp.float32
-    gate_up = matmul(x, pairs.order // top_k, gate_up_slots, bits[:, 0], layout=geometry.gate_up, exact=exact)
+    num_experts, top_k, exact = bits.shape[0], expert_ids.shape[1], x.dtype == jnp.float32
+    configs = [
+        config or default_config(expert_ids.size, num_experts, layout.words_per_row, exact=exact)
+        for layout in (geometry.gate_up, geometry.down)
+    ]
+    pairs, tiles = _plan(expert_ids, num_experts, configs[0].block_m)
+    matmul = functools.partial(_grouped_matmul, tiles=tiles, arena=arena, exact=exact, interpret=interpret)
+    gate_up = matmul(x, pairs.order // top_k, gate_up_slots, bits[:, 0], layout=geometry.gate_up, config=configs[0])
     hidden = gated(gate_up, geometry.activation)
     every_row = jnp.arange(expert_ids.size, dtype=jnp.int32)
-    out = matmul(hidden, every_row, down_slots, bits[:, 1], layout=geometry.down, exact=exact)
+    out = matmul(hidden, every_row, down_slots, bits[:, 1], layout=geometry.down, config=configs[1])
     # Rows of padding were never written: `where`, not a product with zero.
     real = (expert_ids >= 0) & (expert_ids < num_experts)
     picked = jnp.where(real[..., None], out[pairs.position], 0.0)
@@ -98,6 +111,9 @@ def _grouped_matmul(x, source, slots, bits, *, tiles, arena, layout, exact, conf
     """float32 `[P, N]`: row r is `W[expert of r] @ x[source[r]]`; rows of no tile are not written."""
     body = _vector_kernel if config.block_m == 1 else _matrix_kernel
     kernel = functools.partial(body, layout=layout, config=config, exact=exact)
+    words = layout.words_per_row
+    x = jnp.pad(x, ((0, 0), (0, words * _LANES - layout.cols)))  # columns past K meet zeros
+    x = x.reshape(x.shape[0], words, _LANES).swapaxes(1, 2)
     operands = (tiles.experts, tiles.starts, tiles.rows, source, slots, bits, x, arena)
     return pl.pallas_call(
         kernel,
@@ -126,28 +142,21 @@ def _vector_kernel(
 ):
     """One pair, `block_n` rows of W."""
     del exact  # products are float32 anyway
-    tile, first = pl.program_id(0), pl.program_id(1) * config.block_n
+    tile = pl.program_id(0)
     active = rows_ref[tile] > 0
     pair = starts_ref[tile]
     expert = jnp.where(active, experts_ref[tile], 0)
-    read = _reader(slots_ref, arena_ref, expert, layout)
-    bits, source = bits_ref[expert], source_ref[pair]
-    row = first + jnp.arange(config.block_n, dtype=jnp.int32)
-    lane = jnp.arange(_LANES, dtype=jnp.int32)
+    block = _Block(slots_ref, arena_ref, expert, bits_ref[expert], layout, config)
+    source = source_ref[pair]
 
-    def step(index, total):
-        word = index * config.block_words + jnp.arange(config.block_words, dtype=jnp.int32)
-        column = word[:, None] * _LANES + lane[None, :]
-        x = plt.load(x_ref.at[source, column], mask=column < layout.cols, other=0.0).astype(jnp.float32)
-        mask = (row < layout.rows)[:, None] & (word < layout.words_per_row)[None, :]
-        return total + _decode(read, row[:, None], word[None, :], mask, bits, layout) * x[None]
+    def add(total, lane, word, weights):
+        x = plt.load(x_ref.at[source, lane, word], mask=word < layout.words_per_row, other=0.0)
+        return total + weights * x.astype(jnp.float32)[None, :]
 
-    total = jnp.zeros((config.block_n, config.block_words, _LANES), jnp.float32)
-    steps = jnp.where(active, jnp.int32(pl.cdiv(layout.words_per_row, config.block_words)), 0)
-    total = lax.fori_loop(0, steps, step, total)
-    total = jnp.sum(jnp.sum(total, axis=2), axis=1)
-    mask = (row < layout.rows) & active
-    plt.store(out_ref.at[pair, row], total * _row_scales(read, row, mask, layout), mask=mask)
+    total = jnp.zeros((config.block_n, config.block_words), jnp.float32)
+    total = jnp.sum(block.for_each_column(active, add, total), axis=1)
+    mask = block.real_row & active
+    plt.store(out_ref.at[pair, block.row], total * block.row_scales(mask), mask=mask)
 
 
 def _matrix_kernel(
@@ -166,70 +175,116 @@ def _matrix_kernel(
     exact,
 ):
     """Up to `block_m` sorted pairs of one expert, `block_n` rows of W."""
-    tile, first = pl.program_id(0), pl.program_id(1) * config.block_n
+    tile = pl.program_id(0)
     rows = rows_ref[tile]
     expert = jnp.where(rows > 0, experts_ref[tile], 0)
-    read = _reader(slots_ref, arena_ref, expert, layout)
-    bits = bits_ref[expert]
+    block = _Block(slots_ref, arena_ref, expert, bits_ref[expert], layout, config)
     member = jnp.arange(config.block_m, dtype=jnp.int32)
     pair = starts_ref[tile] + member
     source = plt.load(source_ref.at[pair], mask=member < rows, other=0)
-    row = first + jnp.arange(config.block_n, dtype=jnp.int32)
-    lane = jnp.arange(_LANES, dtype=jnp.int32)
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
 
-    def step(word, total):
-        column = word * _LANES + lane
-        mask = (member < rows)[:, None] & (column < layout.cols)[None, :]
-        x = plt.load(x_ref.at[source[:, None], column[None, :]], mask=mask, other=0.0).astype(jnp.float32)
-        weights = _decode(read, row, word, row < layout.rows, bits, layout)
+    def add(total, lane, word, weights):
+        mask = (member < rows)[:, None] & (word < layout.words_per_row)[None, :]
+        x = plt.load(x_ref.at[source[:, None], lane, word[None, :]], mask=mask, other=0.0).astype(jnp.float32)
         return total + jnp.dot(x, weights.T, precision=precision, preferred_element_type=jnp.float32)
 
-    steps = jnp.where(rows > 0, jnp.int32(layout.words_per_row), 0)
-    total = lax.fori_loop(0, steps, step, jnp.zeros((config.block_m, config.block_n), jnp.float32))
-    real_row = (row < layout.rows) & (rows > 0)
-    total = total * _row_scales(read, row, real_row, layout)[None, :]
-    plt.store(out_ref.at[pair[:, None], row[None, :]], total, mask=(member < rows)[:, None] & real_row[None, :])
+    total = jnp.zeros((config.block_m, config.block_n), jnp.float32)
+    total = block.for_each_column(rows > 0, add, total)
+    real_row = block.real_row & (rows > 0)
+    total = total * block.row_scales(real_row)[None, :]
+    plt.store(out_ref.at[pair[:, None], block.row[None, :]], total, mask=(member < rows)[:, None] & real_row[None, :])
 
 
-_Reader = Callable[[jax.Array, jax.Array], jax.Array]
-"""Word numbers of a linear-block (from its first slot) and a mask to uint32 words; 0 where masked."""
+class _Block:
+    """`block_n` rows of one linear-block, as a kernel sees them."""
 
+    def __init__(self, slots_ref, arena_ref, expert, bits, layout: BlockLayout, config: Config):
+        self._slots_ref, self._arena_ref, self._expert = slots_ref, arena_ref, expert
+        self._bits, self._layout, self._config = bits, layout, config
+        self.row = pl.program_id(1) * config.block_n + jnp.arange(config.block_n, dtype=jnp.int32)
+        self.real_row = self.row < layout.rows
 
-def _reader(slots_ref, arena_ref, expert, layout: BlockLayout) -> _Reader:
-    def read(word: jax.Array, mask: jax.Array) -> jax.Array:
-        slot = plt.load(slots_ref.at[expert, lax.div(word, jnp.int32(layout.slot_words))], mask=mask, other=0)
-        return plt.load(arena_ref.at[slot, lax.rem(word, jnp.int32(layout.slot_words))], mask=mask, other=0)
+    def for_each_column(self, active, add: Callable[..., jax.Array], total: jax.Array) -> jax.Array:
+        """Folds `total = add(total, lane, word, weights)` over columns `word * 32 + lane`, 32 lanes a block of words.
 
-    return read
+        `word` is int32 `[block_words]`, `weights` float32 `[block_n, block_words]` without the row scale, finite past
+        the ends of W too. Makes no trip where `active` is false.
+        """
+        layout, size = self._layout, self._config.block_words
+        lookup = self._lut()
 
+        def step(index, total):
+            word = index * size + jnp.arange(size, dtype=jnp.int32)
+            packed = self._packed_indices(word)
 
-def _decode(read: _Reader, row, word, mask, bits, layout: BlockLayout) -> jax.Array:
-    """LUT entries, without the row scale, of the 32 columns of each word: float32 `[*mask.shape, 32]`.
+            def add_byte(byte, total):
+                for nibble in range(8):
+                    indices = ((packed[nibble] >> (8 * byte).astype(jnp.uint32)) & 255).astype(jnp.int32)
+                    total = add(total, 4 * nibble + byte, word, lookup(indices))
+                return total
 
-    Columns past K decode to an entry of the LUT (their index is 0): finite, to be multiplied by a zero.
-    """
-    shape = (*mask.shape, _LANES)
-    lane = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    address = row * layout.words_per_row + word
+            return lax.fori_loop(jnp.int32(0), jnp.int32(4), add_byte, total)
 
-    def add_plane(plane, index):
-        packed = read(_plane_start(plane, layout) + address, mask)
-        bit = (lax.broadcast_in_dim(packed, shape, tuple(range(mask.ndim))) >> lane) & 1
-        return index * 2 + bit.astype(jnp.int32)
+        steps = jnp.where(active, jnp.int32(pl.cdiv(layout.words_per_row, size)), 0)
+        return lax.fori_loop(0, steps, step, total)
 
-    index = lax.fori_loop(0, bits, add_plane, jnp.zeros(shape, jnp.int32))
-    half_bits = bits - 1
-    group = jnp.broadcast_to(lax.div(row, jnp.int32(layout.lut_rows)), mask.shape)
-    group = lax.broadcast_in_dim(group, shape, tuple(range(mask.ndim)))
-    entry = _lut_start(bits, layout) + (group << half_bits) + (index & ((1 << half_bits) - 1))
-    words = read(entry, lax.broadcast_in_dim(mask, shape, tuple(range(mask.ndim))))
-    half = (words >> ((index >> half_bits) * 16).astype(jnp.uint32)) & 0xFFFF
-    return lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+    def row_scales(self, mask: jax.Array) -> jax.Array:
+        words = self._read(self._layout.scale_offset_words + self.row, mask)
+        return lax.bitcast_convert_type(words, jnp.float32)
 
+    def _read(self, word: jax.Array, mask: jax.Array) -> jax.Array:
+        """uint32 words of the linear-block, numbered from its first slot; 0 where masked."""
+        width = jnp.int32(self._layout.slot_words)
+        slot = plt.load(self._slots_ref.at[self._expert, lax.div(word, width)], mask=mask, other=0)
+        return plt.load(self._arena_ref.at[slot, lax.rem(word, width)], mask=mask, other=0)
 
-def _row_scales(read: _Reader, row, mask, layout: BlockLayout) -> jax.Array:
-    return lax.bitcast_convert_type(read(layout.scale_offset_words + row, mask), jnp.float32)
+    def _packed_indices(self, word: jax.Array) -> tuple[jax.Array, ...]:
+        """Eight uint32 `[block_n, block_words]`: byte i of number j is the index of column `4 * j + i` of the word."""
+        layout = self._layout
+        address = self.row[:, None] * layout.words_per_row + word[None, :]
+        mask = self.real_row[:, None] & (word < layout.words_per_row)[None, :]
+
+        def add_plane(plane, packed):
+            words = self._read(_plane_start(plane, layout) + address, mask)
+            # The product puts bit i of a nibble in the lowest bit of byte i.
+            spread = (((words >> (4 * j)) & 15) * 0x00204081 & 0x01010101 for j in range(8))
+            return tuple((old << 1) | new for old, new in zip(packed, spread, strict=True))
+
+        return lax.fori_loop(0, self._bits, add_plane, (jnp.zeros(mask.shape, jnp.uint32),) * 8)
+
+    def _lut(self) -> Callable[[jax.Array], jax.Array]:
+        """A function from int32 indices `[block_n, block_words]` to float32 LUT entries."""
+        layout, half_bits = self._layout, self._bits - 1
+        group = lax.div(self.row, jnp.int32(layout.lut_rows))
+        start = (_lut_start(self._bits, layout) + (group << half_bits))[:, None]
+        mask = self.real_row[:, None]
+        if layout.slot_words >= 2 ** (MAX_BITS - 1):
+            words_at = self._two_slots(start, 1 << half_bits, mask)
+        else:  # a table may span any number of slots
+            words_at = lambda entry: self._read(start + entry, jnp.broadcast_to(mask, entry.shape))  # noqa: E731
+
+        def lookup(indices: jax.Array) -> jax.Array:
+            words = words_at(indices & ((1 << half_bits) - 1))
+            half = (words >> ((indices >> half_bits) * 16).astype(jnp.uint32)) & 0xFFFF
+            return lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+
+        return lookup
+
+    def _two_slots(self, start: jax.Array, count: jax.Array, mask: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """Reads the `count` words from `start` `[block_n, 1]`, which lie in one slot or two: looks those up once."""
+        width = jnp.int32(self._layout.slot_words)
+        number, column = lax.div(start, width), lax.rem(start, width)
+        first = plt.load(self._slots_ref.at[self._expert, number], mask=mask, other=0)
+        second = plt.load(self._slots_ref.at[self._expert, number + 1], mask=mask & (column + count > width), other=0)
+
+        def words_at(entry: jax.Array) -> jax.Array:
+            place = column + entry
+            slot = jnp.where(place < width, first, second)
+            place = jnp.where(place < width, place, place - width)
+            return plt.load(self._arena_ref.at[slot, place], mask=jnp.broadcast_to(mask, entry.shape), other=0)
+
+        return words_at
 
 
 def _plane_start(plane, layout: BlockLayout):
