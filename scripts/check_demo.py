@@ -7,6 +7,7 @@ Needs torch and transformers (CPU is enough); the JAX side is the training model
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +22,11 @@ from pwjax.demo.synthetic import arithmetic_answer, arithmetic_test_set, retriev
 _MAX_LOGIT_ERROR = 1e-4
 
 
-def load_reference(directory: Path, dtype: torch.dtype) -> Qwen2MoeForCausalLM:
+def load_reference(directory: Path, dtype: torch.dtype) -> Any:
     """The transformers model; raises if a key is missing, unexpected or of another shape."""
-    model, info = Qwen2MoeForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    # With `output_loading_info` the result is a pair, which the stubs of transformers don't say.
+    loaded: Any = Qwen2MoeForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    model, info = loaded
     problems = {name: found for name, found in info.items() if found}
     if problems:
         raise ValueError(f"{directory} does not load cleanly: {problems}")

@@ -23,7 +23,7 @@ from pwjax.demo.corpus import TEXT_FILES, build_corpus, is_held_out, read_docume
 from pwjax.demo.evaluation import held_out_scores, task_scores
 from pwjax.demo.export import load_params, save_checkpoint
 from pwjax.demo.model import DemoConfig
-from pwjax.demo.tokenizer import END_OF_TEXT, load_tokenizer
+from pwjax.demo.tokenizer import end_of_text_id, load_tokenizer
 from pwjax.demo.training import TrainConfig, routing_lines, train_model
 
 
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="an .npz file: read if it exists, else written")
     parser.add_argument("--seconds", type=float, default=400.0, help="time for the steps alone")
     parser.add_argument("--resume", type=Path, help="go on from this checkpoint at a lower, falling learning rate")
-    parser.add_argument("--attention", default="cudnn", help="cudnn or xla")
+    parser.add_argument("--attention", choices=("cudnn", "xla"), default="cudnn", help="xla where there is no GPU")
     parser.add_argument("--items", type=int, default=200, help="test items a task")
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--prepare-only", action="store_true", help="tokenize into --cache and stop")
@@ -48,14 +48,17 @@ def load_corpus(args: argparse.Namespace, window_tokens: int) -> dict[str, np.nd
     """The tokenized corpus, from `--cache` when it is there."""
     if args.cache and args.cache.exists():
         return dict(np.load(args.cache))
-    size = (
-        {"max_documents": 120, "files": TEXT_FILES[2:], "synthetic_groups_per_job": 20}
-        if args.tiny
-        else {"synthetic_groups_per_job": 1600}
+    corpus = build_corpus(
+        args.data,
+        args.tokenizer,
+        window_tokens,
+        synthetic_groups_per_job=20 if args.tiny else 1600,
+        files=TEXT_FILES[2:] if args.tiny else TEXT_FILES,
+        max_documents=120 if args.tiny else None,
+        num_processes=args.processes,
     )
-    corpus = build_corpus(args.data, args.tokenizer, window_tokens, num_processes=args.processes, **size)
     if args.cache:
-        np.savez(args.cache, **corpus)
+        np.savez(args.cache, allow_pickle=False, **corpus)
     return corpus
 
 
@@ -84,7 +87,7 @@ def main() -> None:
     if args.prepare_only:
         return
     tokenizer = load_tokenizer(args.tokenizer)
-    eos_token_id = tokenizer.token_to_id(END_OF_TEXT)
+    eos_token_id = end_of_text_id(tokenizer)
 
     def save(params) -> None:
         save_checkpoint(params, config, eos_token_id, args.out)
@@ -96,17 +99,22 @@ def main() -> None:
     # Scores are those of the weights on disk, rounded to bf16.
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
     held_out = held_out_scores(graph, params, corpus["held_out"], train.window_tokens, 4 if args.tiny else 16)
-    log(f"held-out: {held_out['nats']:.4f} nats a token; max/min/dead {routing_lines(held_out['share'])}")
+    log(f"held-out: {held_out.nats:.4f} nats a token; max/min/dead {routing_lines(held_out.share)}")
     report = {
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
-        "held_out": {name: np.asarray(value).tolist() for name, value in held_out.items()},
+        "held_out": {
+            "nats": held_out.nats,
+            "num_tokens": held_out.num_tokens,
+            "share": held_out.share.tolist(),
+            "mass": held_out.mass.tolist(),
+        },
     }
     (args.out / "scores.json").write_text(json.dumps(report) + "\n")
     filler = [] if args.tiny else filler_lines(args.data)
     report["tasks"] = task_scores(graph, params, tokenizer, args.items, filler, log)
     (args.out / "scores.json").write_text(json.dumps(report) + "\n")
-    report["held_out"] = {"nats": held_out["nats"], "num_tokens": held_out["num_tokens"]}
+    report["held_out"] = {"nats": held_out.nats, "num_tokens": held_out.num_tokens}
     print(json.dumps(report), flush=True)
 
 

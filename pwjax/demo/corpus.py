@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pwjax.demo.synthetic import KEYS, arithmetic_document, retrieval_document
-from pwjax.demo.tokenizer import END_OF_TEXT, load_tokenizer
+from pwjax.demo.tokenizer import end_of_text_id, load_tokenizer
 
 # Public-domain, CC BY, GPL/GFDL and WordNet-licensed text; the model card lists names and licences.
 TEXT_FILES = (
@@ -42,7 +42,7 @@ def read_documents(path: Path) -> Iterator[str]:
 def _tokenize(job: tuple[Path, list[str]]) -> np.ndarray:
     tokenizer_directory, texts = job
     tokenizer = load_tokenizer(tokenizer_directory)
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text_id(tokenizer)
     pieces = [np.array([*tokenizer.encode(text).ids, end], np.uint16) for text in texts]
     return np.concatenate(pieces) if pieces else np.zeros(0, np.uint16)
 
@@ -86,20 +86,18 @@ def synthetic_documents(seed: int, num_groups: int, natural: Sequence[str]) -> l
 
 
 def _synthetic_windows(job: tuple[Path, int, int, list[str], int]) -> np.ndarray:
-    """Packs whole synthetic documents into windows and fills each rest with the beginning of the next document."""
+    """Packs synthetic documents into windows; one that is cut by the end of a window starts the next one again."""
     tokenizer_directory, seed, num_groups, natural, window_tokens = job
     tokenizer = load_tokenizer(tokenizer_directory)
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text_id(tokenizer)
     windows, row = [], []
     for text in synthetic_documents(seed, num_groups, natural):
         ids = [*tokenizer.encode(text).ids, end]
         row += ids
         if len(row) >= window_tokens:
             windows.append(row[:window_tokens])
-            # The cut document starts the next window from its beginning: half a list of codes teaches nothing.
-            row = ids[:window_tokens] if len(row) > window_tokens else []
-            if len(row) == window_tokens:
-                row = []
+            # From its beginning, as half a list of codes teaches nothing; one that fills a window is not repeated.
+            row = ids if len(row) > window_tokens > len(ids) else []
     return np.array(windows, np.uint16).reshape(-1, window_tokens)
 
 

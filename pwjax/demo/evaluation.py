@@ -1,6 +1,7 @@
 """Scores of the demo model: nats a token on held-out text, the two tasks decoded greedily, and routing statistics."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -13,18 +14,32 @@ from pwjax.demo.synthetic import arithmetic_answer, arithmetic_test_set, retriev
 from pwjax.demo.training import next_token_nats
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutScores:
+    """Nats a token on held-out text, and by layer and expert the share of choices and the mean routing weight."""
+
+    nats: float
+    num_tokens: int
+    share: np.ndarray  # [layers, experts]
+    mass: np.ndarray  # [layers, experts]
+
+
 def held_out_scores(
     graph: nnx.GraphDef, params: nnx.State, tokens: np.ndarray, window_tokens: int, batch_windows: int
-) -> dict[str, np.ndarray | float]:
-    """Mean nats a token over whole windows of a stream, and each expert's share of the routed tokens by layer."""
+) -> HeldOutScores:
+    """Scores the whole windows of a stream that fill whole batches."""
     count = len(tokens) // window_tokens // batch_windows * batch_windows
     if not count:
         raise ValueError(f"{len(tokens)} tokens are fewer than one batch of {batch_windows} x {window_tokens}")
     windows = tokens[: count * window_tokens].reshape(-1, batch_windows, window_tokens).astype(np.int32)
     score = jax.jit(lambda params, ids: next_token_nats(nnx.merge(graph, params), ids, jnp.bfloat16))
     nats, stats = zip(*(jax.device_get(score(params, ids)) for ids in windows), strict=True)
-    mean = {name: np.mean([part[name] for part in stats], axis=0) for name in ("share", "mass")}
-    return {"nats": float(np.mean(nats)), "num_tokens": count * window_tokens, **mean}
+    return HeldOutScores(
+        nats=float(np.mean(nats)),
+        num_tokens=count * window_tokens,
+        share=np.mean([part["share"] for part in stats], axis=0),
+        mass=np.mean([part["mass"] for part in stats], axis=0),
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 4))

@@ -61,3 +61,11 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length_tokens: int
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Reads `tokenizer.json` of a checkpoint directory with the tokenizers library alone."""
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """Id of `<|endoftext|>`."""
+    token_id = tokenizer.token_to_id(END_OF_TEXT)
+    if token_id is None:
+        raise ValueError(f"the tokenizer has no {END_OF_TEXT}: train one with scripts/train_demo_tokenizer.py")
+    return token_id

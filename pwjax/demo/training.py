@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,7 @@ def next_token_nats(model: DemoMoe, tokens: jax.Array, dtype) -> tuple[jax.Array
     return total / tokens.shape[0], stats
 
 
-def make_step(graph: nnx.GraphDef, train: TrainConfig) -> tuple[optax.GradientTransformation, Callable]:
+def make_step(graph: nnx.GraphDef, train: TrainConfig) -> tuple[optax.GradientTransformation, Any]:
     """The optimizer and one jitted, donated step over (params, optimizer state); token arrays stay on the device."""
     optimizer = optax.chain(
         optax.clip_by_global_norm(train.clip_norm),
