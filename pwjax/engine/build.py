@@ -211,9 +211,7 @@ class _Builder:
     def _wanted_slots(self, fixed: memory.FixedMemory) -> int:
         """Without a budget: `--arena`, `--mean-bits`, or all pages and all KV on a CPU, at most 4 GiB."""
         if self.options.arena_bytes is not None:
-            return memory.arena_slots(
-                self.options.arena_bytes + fixed.total_bytes, fixed, self.slot_bytes, self._least_slots()
-            )
+            return memory.arena_slots(self.options.arena_bytes, None, self.slot_bytes, self._least_slots())
         if self.options.mean_bits is not None and self.paged:
             slots, weights = self.table.resident_slots, self.table.weights
             pages = planner.capacity_for_mean_bits(
@@ -238,7 +236,7 @@ class _Builder:
             share = int(DEFAULT_LOW_WATERMARK_SHARE * num_slots / self.kv.block_slots)
             low = max(DEFAULT_LOW_WATERMARK_BLOCKS, share)
         high = options.high_watermark_blocks
-        return Watermarks(low, 2 * low if high is None else high)
+        return Watermarks(low, 2 * low) if high is None else Watermarks(min(low, high), high)
 
     def _watermark_slots(self, num_slots: int) -> int:
         marks = self._watermarks(num_slots)
@@ -333,12 +331,13 @@ class _Builder:
 
 def load_replay(path: str) -> Replay:
     """Moves by boundary from a timeline file; several steps of one linear-block at one boundary become one."""
-    replay: Replay = defaultdict(list)
-    for record in Timeline.from_jsonl(path):
+    moves: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)
+    timeline = Timeline.from_jsonl(path)
+    for record in timeline:
         merged: dict[int, tuple[int, int, int, str]] = {}
         for move in record.moves:
             index = move["index"]
             first = merged.get(index, (index, move["from"], 0, ""))[1]
             merged[index] = (index, first, move["to"], move["reason"])
-        replay[record.boundary] += merged.values()
-    return dict(replay)
+        moves[record.boundary] += merged.values()
+    return Replay(dict(moves), frozenset(record.boundary for record in timeline))

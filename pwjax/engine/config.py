@@ -113,6 +113,11 @@ class EngineConfig:
             raise UserError(f"--mean-bits is {self.mean_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
         if self.max_bits is not None and not MIN_BITS <= self.max_bits <= MAX_BITS:
             raise UserError(f"--max-bits is {self.max_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
+        low, high = self.low_watermark_blocks, self.high_watermark_blocks
+        if min(low or 0, high or 0) < 0:
+            raise UserError("--low-watermark-blocks and --high-watermark-blocks must be at least 0")
+        if low is not None and high is not None and low > high:
+            raise UserError(f"--low-watermark-blocks is {low} and --high-watermark-blocks {high}; low is at most high")
         if self.dtype not in ("bfloat16", "float32") or self.kv_dtype not in ("bfloat16", "float32"):
             raise UserError("--dtype and --kv-dtype are bfloat16 or float32")
         if self.implementation not in ("auto", "triton", "xla"):

@@ -132,7 +132,7 @@ class Engine:
             commits = self.weights.commit_ready(wait=True)
             commits += self.weights.plan(self._free_slots(), 0, [], force=True)
             self.weights.issue()
-            if not commits and not self.weights.pages_in_flight:
+            if not commits and self.weights.settled:
                 return
             self._on_boundary(BoundaryReport(self.steps, tuple(commits), 0, None))
 

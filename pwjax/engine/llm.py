@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -75,6 +76,8 @@ class LLM:
         self._next_id = 0
         self.score_mean_bits: float | None = None  # mean bits over the tokens of the last `score`
         self._open: dict[int, Sequence] = {}  # requests of `add_request` that have not finished
+        self._news: deque[StreamEvent] = deque()  # of these, since the last `step`
+        self._inboxes: dict[int, deque[StreamEvent]] = {}  # where news of a request goes, whoever runs the engine
         self._built: BuiltEngine | None = None
         self._built = build_engine(self.model, self.config, self._record, on_progress)
         self.engine = self._built.engine
@@ -132,63 +135,81 @@ class LLM:
         if len(many) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(many)} sampling params; give one for all or one each")
         sequences = [self._sequence(p, q) for p, q in zip(prompts, many, strict=True)]  # type: ignore[arg-type]
+        inbox: deque[StreamEvent] = deque()
         for sequence in sequences:
-            self.engine.add(sequence)
+            self._submit(sequence, inbox)
         try:
             while any(s.status is not Status.FINISHED for s in sequences):
-                for progress in self.engine.step():
+                self._advance()
+                while inbox:
+                    event = inbox.popleft()
                     if on_event is not None:
-                        on_event(self._event(progress))
+                        on_event(event)
         finally:
             for sequence in sequences:
-                self.engine.abort(sequence)
+                self._cancel(sequence)
         self._drain()
         return [self._output(s) for s in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Yields a request's text as it comes. Closing the iterator cancels the request."""
-        sequence = self._sequence(prompt, params or SamplingParams())
-        self.engine.add(sequence)
-        return self._stream(sequence)
+        """Yields a request's text as it comes. Closing the iterator cancels the request.
+
+        The prompt is checked at once; the request is queued when the first event is asked for. Several streams, and
+        other requests, may be open at a time: whichever is read runs the engine for all.
+        """
+        return self._stream(self._sequence(prompt, params or SamplingParams()))
 
     def _stream(self, sequence: Sequence) -> Iterator[StreamEvent]:
+        inbox: deque[StreamEvent] = deque()
+        self._submit(sequence, inbox)
         try:
             if sequence.status is Status.FINISHED:
                 yield StreamEvent(
                     request_id=sequence.id, text="", finish_reason="length", output=self._output(sequence)
                 )
-            while sequence.status is not Status.FINISHED:
-                for progress in self.engine.step():
-                    if progress.sequence is sequence:
-                        yield self._event(progress)
+            while sequence.status is not Status.FINISHED or inbox:
+                if inbox:
+                    yield inbox.popleft()
+                else:
+                    self._advance()
         finally:
-            self.engine.abort(sequence)
+            self._cancel(sequence)
             self._drain()
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queues a request for `step`; returns its id."""
         sequence = self._sequence(prompt, params or SamplingParams())
-        self.engine.add(sequence)
-        self._open[sequence.id] = sequence
+        self._submit(sequence, self._news)
+        if sequence.status is Status.FINISHED:
+            self._news.append(
+                StreamEvent(request_id=sequence.id, text="", finish_reason="length", output=self._output(sequence))
+            )
+        else:
+            self._open[sequence.id] = sequence
         return sequence.id
 
     def step(self) -> list[StreamEvent]:
-        """One boundary and one step for all queued requests; what came out of the step before."""
-        events = [self._event(progress) for progress in self.engine.step()]
+        """One boundary and one step for all queued requests; news of those of `add_request` since the last call."""
+        self._advance()
+        self._drain()
+        events = list(self._news)
+        self._news.clear()
         for event in events:
             if event.finish_reason is not None:
-                self._open.pop(event.request_id, None)
+                self._open.pop(event.request_id, None)  # type: ignore[arg-type]
         return events
 
     @property
     def has_unfinished_requests(self) -> bool:
-        return self.engine.has_work
+        """Whether `step` has something to do or to tell."""
+        return self.engine.has_work or bool(self._news)
 
     def abort(self, request_id: int) -> None:
         """Cancels a request at any moment; its memory is free at once. Unknown and finished ids are ignored."""
         sequence = self._open.pop(request_id, None)
         if sequence is not None:
-            self.engine.abort(sequence)
+            self._cancel(sequence)
+            self._drain()
 
     def score(self, windows: Seq[Seq[int]]) -> list[np.ndarray]:
         """Minus log-probability in nats of every token of each window but its first: float32 `[len - 1]`.
@@ -211,11 +232,30 @@ class LLM:
         weighted = tokens = 0.0
         while self.engine.has_work:
             before = self.engine.tokens_generated
-            self.engine.step()
+            self._advance()
             scored = self.engine.tokens_generated - before
             weighted, tokens = weighted + scored * (self.mean_bits or 0.0), tokens + scored
         self.score_mean_bits = weighted / tokens if self.mean_bits is not None and tokens else None
         return [np.concatenate(s.nats) for s in sequences]
+
+    def _submit(self, sequence: Sequence, inbox: deque[StreamEvent]) -> None:
+        """Queues a request whose news goes to `inbox`."""
+        self.engine.add(sequence)
+        if sequence.status is not Status.FINISHED:
+            self._inboxes[sequence.id] = inbox
+
+    def _cancel(self, sequence: Sequence) -> None:
+        self.engine.abort(sequence)
+        self._inboxes.pop(sequence.id, None)
+
+    def _advance(self) -> None:
+        """One boundary and one step; everybody's news to their inboxes."""
+        for progress in self.engine.step():
+            inbox = self._inboxes.get(progress.sequence.id)
+            if inbox is not None:
+                inbox.append(self._event(progress))
+                if progress.sequence.status is Status.FINISHED:
+                    del self._inboxes[progress.sequence.id]
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         """Checks a prompt against every limit, so that nothing fails later.
@@ -254,7 +294,7 @@ class LLM:
         """Reads what is still in flight and, when nothing is left to do, lets page moves settle."""
         if not self.engine.scheduler.has_work:
             while self.engine.has_work:
-                self.engine.step()
+                self._advance()
             self.engine.settle()
 
     def _event(self, progress: Progress) -> StreamEvent:
@@ -356,7 +396,7 @@ class LLM:
             "mean_bits_min": totals.min_bits,
             "offloads": totals.offloads,
             "reloads": totals.reloads,
-            "exchanged_bits": self.engine.weights.exchanged_bits if self.engine.weights else 0,
+            "exchanged_bits": self.engine.weights.mover.exchanged_bits if self.engine.weights else 0,
             "bytes_moved": self.engine.weights.mover.bytes_moved if self.engine.weights else 0,
             "bytes_released": totals.released_bytes,
             "preemptions": self.engine.preemptions,

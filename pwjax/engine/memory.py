@@ -49,22 +49,24 @@ def round_slots(num_slots: int) -> int:
     return num_slots // grain * grain
 
 
-def arena_slots(budget_bytes: int, fixed: FixedMemory, slot_bytes: int, least_slots: int) -> int:
-    """Slots of the arena under a budget.
+def arena_slots(budget_bytes: int, fixed: FixedMemory | None, slot_bytes: int, least_slots: int) -> int:
+    """Slots of the arena under a budget; with `fixed` None, the budget is the arena's own (`--arena`).
 
     Raises:
         UserError: fewer than `least_slots` fit; the message has the budget, the least that would do, and the parts.
     """
-    slots = round_slots(max((budget_bytes - fixed.total_bytes) // slot_bytes, 0))
+    fixed_bytes = fixed.total_bytes if fixed else 0
+    slots = round_slots(max((budget_bytes - fixed_bytes) // slot_bytes, 0))
     if slots < least_slots:
         # The rounding must not turn the figure that the message names into one that fails again.
         needed_slots = least_slots
         while round_slots(needed_slots) < least_slots:
             needed_slots += 1
+        arena_bytes = needed_slots * slot_bytes
+        parts = f" ({fixed} + arena {arena_bytes})" if fixed else ""
         raise UserError(
-            f"--memory-budget {budget_bytes} is too small: {fixed.total_bytes + needed_slots * slot_bytes} bytes are "
-            f"needed ({fixed} + arena {needed_slots * slot_bytes}); raise it, or lower --max-model-len, "
-            "--max-num-seqs, or the bits of the method"
+            f"{'--memory-budget' if fixed else '--arena'} {budget_bytes} is too small: {fixed_bytes + arena_bytes} "
+            f"bytes are needed{parts}; raise it, or lower --max-model-len, --max-num-seqs, or the bits of the method"
         )
     return slots
 

@@ -72,9 +72,15 @@ class StepCompiler:
         self.spec = spec
         self._params, self._experts, self._tables = params, experts, tables
         self._page_table_shape = page_table_shape
+        self._compiled: dict[tuple[StepShape, int], jax.stages.Compiled] = {}
 
     def compile(self, shape: StepShape, num_slots: int) -> jax.stages.Compiled:
-        """The step for one shape with an arena of `num_slots`; all its state is donated."""
+        """The step for one shape with an arena of `num_slots`; all its state is donated. Compiled once."""
+        if (shape, num_slots) not in self._compiled:
+            self._compiled[shape, num_slots] = self._compile(shape, num_slots)
+        return self._compiled[shape, num_slots]
+
+    def _compile(self, shape: StepShape, num_slots: int) -> jax.stages.Compiled:
         spec, tables = self.spec, self._tables
         int32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)  # noqa: E731
         float32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731

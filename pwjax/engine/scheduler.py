@@ -7,6 +7,7 @@ a long prompt delays a token of the others by one chunk at most. Out of memory, 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import deque
 
@@ -142,10 +143,10 @@ class Scheduler:
         return max(self.running, key=lambda s: s.id, default=None)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Drops the sequence's KV and puts it back at the head of the queue, in order of arrival."""
+        """Drops the sequence's KV and puts it back in the queue, in order of arrival."""
         self._leave(sequence)
         sequence.preempt()
-        self.waiting.appendleft(sequence)
+        bisect.insort(self.waiting, sequence, key=lambda s: s.id)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Ends a sequence in any state and frees what it holds."""

@@ -10,7 +10,8 @@ import dataclasses
 import numpy as np
 
 from pallas_kernels.bitplane_moe.layout import MIN_BITS
-from pwjax.paging.allocator import SlotAllocator
+from pwjax.errors import UserError
+from pwjax.paging.allocator import Owner, SlotAllocator
 from pwjax.paging.mover import Commit, Mover
 from pwjax.paging.page_table import WeightPageTable
 from pwjax.planner import Calibration, Observation, Plan, PlanQueue, TableView, plan_step
@@ -19,7 +20,33 @@ from pwjax.planner.pressure import pressure_triggered
 RELOAD_CHECK_BOUNDARIES = 16  # boundaries without news after which the planner looks for room to reload
 
 
-Replay = dict[int, list[tuple[int, int, int, str]]]  # boundary -> (index, from_bits, to_bits, reason), a block once
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """An earlier run: at which boundary what moved.
+
+    Attributes:
+        moves: boundary to `(index, from_bits, to_bits, reason)`, a linear-block once.
+        boundaries: all that were recorded; an idle one at which nothing happened was not.
+    """
+
+    moves: dict[int, list[tuple[int, int, int, str]]]
+    boundaries: frozenset[int]
+
+    def at(self, boundary: int, table: WeightPageTable) -> list[tuple[int, int, int, str]]:
+        """The moves of a boundary.
+
+        Raises:
+            UserError: they don't start from where the table is: this run is not the recorded one.
+        """
+        moves = self.moves.get(boundary, [])
+        for index, was, _, _ in moves:
+            now = int(table.committed[index]) if 0 <= index < table.num_linear_blocks else None
+            if now != was:
+                raise UserError(
+                    f"--replay: at boundary {boundary} linear-block {index} has {now} bits and the file says {was}; it "
+                    "comes from another model, budget, or set of prompts"
+                )
+        return moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +92,8 @@ class WeightManager:
         self.boundary = 0
         self._quiet = 0
         self.refresh_due = False
-        self.exchanged_bits = 0
-        self._lowest_slots = table.resident_slots[:, 0]
+        self._lowest_slots = int(table.resident_slots[:, 0].sum())
+        self._lowered_at = -1  # the boundary at which a replay has lowered
 
     @property
     def pages_in_flight(self) -> int:
@@ -80,21 +107,32 @@ class WeightManager:
         self.table.initial[:] = self.table.committed
 
     def releasable_slots(self) -> int:
-        """Slots that the planner could free at this boundary."""
-        if not self._moves_pages or self._replay is not None:
+        """Slots that weights can give up. Page-ins under way count: they can be dropped, or lowered once they are here.
+
+        So admission does not depend on how long copies take, and a replayed run admits as the recorded one did.
+        """
+        if not self._moves_pages:
             return 0
-        table = self.table
-        now = np.take_along_axis(table.resident_slots, (table.committed - MIN_BITS)[:, None].astype(int), 1)[:, 0]
-        return int((now - self._lowest_slots)[table.movable()].sum())
+        used = self._allocator.used_slots
+        return used(Owner.WEIGHTS) + used(Owner.IN_FLIGHT) - self._lowest_slots
 
     def commit_ready(self, *, wait: bool = False) -> list[Commit]:
         """First part of a boundary: page-ins that have arrived take effect."""
         self.boundary += 1
         if self._replay is None:
             return self.mover.commit_ready(wait=wait)
-        raises = [(i, to, reason) for i, now, to, reason in self._replay.get(self.boundary, ()) if to > now]
-        self.mover.request_raise(raises)
-        return self.mover.commit_ready(wait=True)
+        moves = self._replay.at(self.boundary, self.table)
+        # An exchange falls and rises at once; an offload comes later in the boundary, where the planner was asked.
+        commits = self.mover.lower([(i, to, why) for i, was, to, why in moves if to < was and why == "exchange"])
+        self.mover.request_raise([(i, to, why) for i, was, to, why in moves if to > was])
+        return commits + self.mover.commit_ready(wait=True)
+
+    @property
+    def settled(self) -> bool:
+        """Whether an idle engine is done, given that this boundary changed nothing."""
+        if self._replay is not None:
+            return self.boundary not in self._replay.boundaries
+        return not self.mover.pages_in_flight
 
     def issue(self) -> None:
         self.mover.issue()
@@ -103,7 +141,7 @@ class WeightManager:
         """Out of memory: gives back what page-ins hold, or waits for those under way; None if there are none."""
         if not self.mover.pages_in_flight:
             return None
-        if self.mover.drop_waiting():
+        if self.mover.cancel_exchange() or self.mover.drop_waiting():
             return []
         return self.mover.commit_ready(wait=True)
 
@@ -118,8 +156,11 @@ class WeightManager:
             requests: routing mass (None before the first reading) and KV blocks of every running request.
         """
         if self._replay is not None:
-            now = self._replay.get(self.boundary, ())
-            return self.mover.lower([(i, to, reason) for i, was, to, reason in now if to < was])
+            if self._lowered_at == self.boundary:
+                return []
+            self._lowered_at = self.boundary
+            moves = self._replay.moves.get(self.boundary, [])
+            return self.mover.lower([(i, to, why) for i, was, to, why in moves if to < was and why != "exchange"])
         if not self._moves_pages:
             return []
         observation = self._observe(free_slots, growth_slots, requests)
@@ -158,16 +199,17 @@ class WeightManager:
             initial=table.initial,
             slots=table.resident_slots,
             weights=table.weights,
-            movable=table.movable(),
+            movable=self.mover.movable(),
             max_bits=self._max_bits,
             slot_bytes=self._slot_bytes,
         )
 
     def _carry_out(self, plan: Plan) -> list[Commit]:
+        if plan.reason == "exchange":
+            self.mover.request_exchange((m.index, m.from_bits, m.to_bits, m.slots) for m in plan.moves)
+            return []
         down = [(m.index, m.to_bits, plan.reason) for m in plan.moves if m.to_bits < m.from_bits]
         up = [(m.index, m.to_bits, plan.reason) for m in plan.moves if m.to_bits > m.from_bits]
         commits = self.mover.lower(down)
         self.mover.request_raise(up)
-        if plan.reason == "exchange":
-            self.exchanged_bits += sum(m.to_bits - m.from_bits for m in plan.moves if m.to_bits > m.from_bits)
         return commits

@@ -117,9 +117,12 @@ class WeightPageTable:
         return bool(changed)
 
     def abandon_page_in(self, index: int, bits: int) -> np.ndarray:
-        """A copy that will not be used: the page is on the host again; returns its slots."""
+        """A copy that will not be used: the page is on the host again; returns its slots.
+
+        Of several pages of a linear-block, the highest is abandoned first; a lower one may still be under way.
+        """
         self.states[index, bits - MIN_BITS] = PageState.HOST
-        self.desired[index] = self.committed[index]
+        self.desired[index] = bits - 1
         return self.slot_table[index // 2, self.columns(index, bits)].copy()
 
     def mean_bits(self) -> float:
