@@ -56,12 +56,14 @@ def paged_attention(
         ValueError: shapes or dtypes that contradict `geometry`.
     """
     _check(q, arena, kv_table, geometry, layer, window)
-    static = dict(layer=layer, geometry=geometry, scale=scale, window=window)
     if resolve_implementation(implementation) == "xla":
-        return reference.paged_attention(q, arena, kv_table, rows, start, length, **static)
-    from pallas_kernels.paged_attention import triton  # the backend is optional and deprecated: load it when it is used
+        implemented = reference.paged_attention
+    else:  # the backend is optional and deprecated: load it when it is used
+        from pallas_kernels.paged_attention import triton
 
-    return triton.paged_attention(q, arena, kv_table, rows, start, length, **static)
+        implemented = triton.paged_attention
+    operands = (q, arena, kv_table, rows, start, length)
+    return implemented(*operands, layer=layer, geometry=geometry, scale=scale, window=window)
 
 
 def _check(q, arena, kv_table, geometry: KVGeometry, layer: int, window: int) -> None:

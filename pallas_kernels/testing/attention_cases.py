@@ -6,6 +6,7 @@ The oracle reads the arena back word by word, by the layout's words and not by t
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from pallas_kernels.testing.moe_cases import GARBAGE_SLOT, POISON, round_to
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
-    """Shapes of one call; `starts` and `lengths` are per sequence, length 0 is padding."""
+    """Shapes of one call; `starts` and `lengths` are per sequence, length 0 is padding.
+
+    `interpreted` cases also run through the interpreted kernel where there is no GPU (seconds of compilation each).
+    """
 
     queries: int = 1
     starts: tuple[int, ...] = (0, 5, 31, 40)
@@ -30,10 +34,13 @@ class AttentionCase:
     kv_dtype: str = "float32"
     dtype: str = "float32"
     window: int = 0
+    interpreted: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
-        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        changed = (
+            f for f in dataclasses.fields(self) if f.name != "interpreted" and getattr(self, f.name) != f.default
+        )
         return "-".join(f"{f.name}={getattr(self, f.name)}" for f in changed).replace(" ", "") or "default"
 
     @property
@@ -124,24 +131,30 @@ def expected(inputs: AttentionInputs, scale: float) -> np.ndarray:
     return out
 
 
-_PREFILL = dict(queries=20, starts=(0, 7, 33, 0), lengths=(20, 13, 1, 0))
+_PREFILL: dict[str, Any] = dict(queries=20, starts=(0, 7, 33, 0), lengths=(20, 13, 1, 0))
 TAILS = [
     AttentionCase(),
-    AttentionCase(lengths=(1, 0, 1, 1), seed=1),
-    AttentionCase(lengths=(0, 0, 0, 0), seed=2),
-    AttentionCase(heads=6, kv_heads=6, head_dim=24, kv_dtype="bfloat16", seed=3),
-    AttentionCase(heads=6, kv_heads=2, head_dim=64, slot_words=100, seed=4),  # rows straddle slots
+    AttentionCase(lengths=(1, 0, 1, 1), interpreted=True, seed=1),
+    AttentionCase(lengths=(0, 0, 0, 0), interpreted=True, seed=2),
+    AttentionCase(heads=6, kv_heads=6, head_dim=24, kv_dtype="bfloat16", interpreted=True, seed=3),
+    AttentionCase(heads=6, kv_heads=2, head_dim=64, slot_words=100, interpreted=True, seed=4),  # rows straddle slots
     AttentionCase(heads=8, kv_heads=1, head_dim=128, kv_dtype="bfloat16", slot_words=256, layer=0, seed=5),
-    AttentionCase(heads=2, kv_heads=1, head_dim=256, kv_dtype="bfloat16", seed=6),
+    AttentionCase(heads=2, kv_heads=1, head_dim=256, kv_dtype="bfloat16", interpreted=True, seed=6),
     AttentionCase(starts=(300,), lengths=(1,), kv_dtype="bfloat16", seed=7),
-    AttentionCase(starts=(200, 17, 0), lengths=(1, 1, 1), window=20, seed=8),
+    AttentionCase(starts=(200, 17, 0), lengths=(1, 1, 1), window=20, interpreted=True, seed=8),
     AttentionCase(starts=(90, 15, 16), lengths=(1, 1, 1), window=1, seed=9),
     AttentionCase(block_size=8, slot_words=64, seed=10),
     AttentionCase(**_PREFILL, seed=11),
-    AttentionCase(**_PREFILL, kv_dtype="bfloat16", heads=6, kv_heads=2, head_dim=40, slot_words=96, seed=12),
+    AttentionCase(
+        **_PREFILL, kv_dtype="bfloat16", heads=6, kv_heads=2, head_dim=40, slot_words=96, interpreted=True, seed=12
+    ),
     AttentionCase(**_PREFILL, window=9, seed=13),
-    AttentionCase(queries=70, starts=(130, 3), lengths=(70, 41), heads=3, kv_heads=1, layers=1, layer=0, seed=14),
-    AttentionCase(queries=40, starts=(150, 60), lengths=(40, 40), window=33, kv_dtype="bfloat16", seed=15),
+    AttentionCase(
+        queries=70, starts=(130, 3), lengths=(70, 41), heads=3, kv_heads=1, layers=1, layer=0, interpreted=True, seed=14
+    ),
+    AttentionCase(
+        queries=40, starts=(150, 60), lengths=(40, 40), window=33, kv_dtype="bfloat16", interpreted=True, seed=15
+    ),
     AttentionCase(dtype="bfloat16", kv_dtype="bfloat16", seed=16),
-    AttentionCase(**_PREFILL, dtype="bfloat16", kv_dtype="bfloat16", head_dim=128, seed=17),
+    AttentionCase(**_PREFILL, dtype="bfloat16", kv_dtype="bfloat16", head_dim=128, interpreted=True, seed=17),
 ]

@@ -15,7 +15,10 @@ GARBAGE_SLOT = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class MoECase:
-    """Shapes of one call. `bits` 0 draws mixed bits per linear-block."""
+    """Shapes of one call. `bits` 0 draws mixed bits per linear-block.
+
+    `interpreted` cases also run through the interpreted kernel where there is no GPU (seconds of compilation each).
+    """
 
     tokens: int = 5
     hidden: int = 64
@@ -28,10 +31,13 @@ class MoECase:
     max_bits: int = MAX_BITS
     dtype: str = "float32"
     padding: float = 0.0  # share of the pairs without an expert
+    interpreted: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
-        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        changed = (
+            f for f in dataclasses.fields(self) if f.name != "interpreted" and getattr(self, f.name) != f.default
+        )
         return "-".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "default"
 
 
@@ -135,23 +141,35 @@ def expected(inputs: MoEInputs) -> tuple[np.ndarray, np.ndarray]:
 TAILS = [
     MoECase(),
     MoECase(tokens=1, seed=1),
-    MoECase(tokens=2, hidden=80, inner=24, seed=2),  # K no multiple of 32
-    MoECase(tokens=5, hidden=96, inner=44, lut_rows=32, seed=3),  # N no multiple of lut_rows
-    MoECase(tokens=3, hidden=40, inner=22, top_k=6, slot_words=64, seed=4),
+    MoECase(tokens=2, hidden=80, inner=24, interpreted=True, seed=2),  # K no multiple of 32
+    MoECase(tokens=5, hidden=96, inner=44, lut_rows=32, interpreted=True, seed=3),  # N no multiple of lut_rows
+    MoECase(tokens=3, hidden=40, inner=22, top_k=6, slot_words=64, interpreted=True, seed=4),
     MoECase(tokens=4, hidden=72, inner=36, lut_rows=32, slot_words=2048, seed=5),
-    MoECase(tokens=5, hidden=64, inner=32, slot_words=100, seed=6),  # slots of no power of two
+    MoECase(tokens=5, hidden=64, inner=32, slot_words=100, interpreted=True, seed=6),  # slots of no power of two
     MoECase(tokens=6, hidden=704, inner=8, lut_rows=32, experts=3, seed=7),
-    MoECase(tokens=2, hidden=32, inner=176, lut_rows=32, experts=3, seed=8),
+    MoECase(tokens=2, hidden=32, inner=176, lut_rows=32, experts=3, interpreted=True, seed=8),
     MoECase(tokens=5, bits=3, seed=9),
     MoECase(tokens=5, bits=8, lut_rows=32, seed=10),
-    MoECase(tokens=6, padding=0.5, seed=11),
-    MoECase(tokens=3, padding=1.0, seed=12),
+    MoECase(tokens=6, padding=0.5, interpreted=True, seed=11),
+    MoECase(tokens=3, padding=1.0, interpreted=True, seed=12),
     MoECase(tokens=64, experts=4, seed=13),
     MoECase(tokens=64, experts=12, top_k=1, padding=0.3, lut_rows=32, seed=14),
     MoECase(tokens=130, experts=5, hidden=48, top_k=3, seed=15),
-    MoECase(tokens=130, experts=5, hidden=80, inner=24, lut_rows=32, top_k=2, padding=0.4, slot_words=64, seed=16),
+    MoECase(
+        tokens=130,
+        experts=5,
+        hidden=80,
+        inner=24,
+        lut_rows=32,
+        top_k=2,
+        padding=0.4,
+        slot_words=64,
+        interpreted=True,
+        seed=16,
+    ),
     MoECase(tokens=5, dtype="bfloat16", seed=17),
-    MoECase(tokens=70, dtype="bfloat16", hidden=80, inner=40, lut_rows=32, seed=18),
+    MoECase(tokens=1, slot_words=64, padding=0.3, interpreted=True, seed=19),
+    MoECase(tokens=70, dtype="bfloat16", hidden=80, inner=40, lut_rows=32, interpreted=True, seed=18),
 ]
 
 

@@ -18,11 +18,20 @@ IMPLEMENTATIONS = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drops interpreted cases that aren't marked for it, and skips compiled kernels where there is no GPU."""
+    dropped = [item for item in items if _is_too_slow(item)]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in dropped]
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def _is_too_slow(item: pytest.Item) -> bool:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return params.get("implementation") == "interpret" and not getattr(params.get("case"), "interpreted", True)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -1,0 +1,90 @@
+"""Every kernel variant lowers for CUDA to a valid Triton module, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.bitplane_moe import triton as moe
+from pallas_kernels.bitplane_moe.layout import BlockLayout, MoEGeometry
+from pallas_kernels.paged_attention import triton as attention
+from pallas_kernels.testing.attention_cases import TAILS, AttentionCase
+from tests.pallas_kernels.lowering import triton_modules
+
+# [hidden, inner, experts, top_k] of models that are served, and of one with odd sizes.
+SHAPES = [(2048, 1408, 60, 4), (4096, 14336, 8, 2), (256, 128, 32, 4), (704, 80, 60, 6)]
+
+
+def _moe_operands(tokens: int, shape: tuple[int, ...], geometry: MoEGeometry, dtype: str, num_slots: int):
+    hidden, _, experts, top_k = shape
+    of = jax.ShapeDtypeStruct
+    return (
+        of((tokens, hidden), dtype),
+        of((tokens, top_k), jnp.int32),
+        of((tokens, top_k), jnp.float32),
+        of((experts, geometry.gate_up.total_slots), jnp.int32),
+        of((experts, geometry.down.total_slots), jnp.int32),
+        of((experts, 2), jnp.int32),
+        of((num_slots, geometry.gate_up.slot_words), jnp.uint32),
+    )
+
+
+def _moe_modules(tokens, shape, *, lut_rows=1, slot_words=8192, dtype="bfloat16", num_slots=1000) -> list[str]:
+    hidden, inner = shape[:2]
+    of = dict(lut_rows=lut_rows, slot_words=slot_words)
+    geometry = MoEGeometry(
+        gate_up=BlockLayout(rows=2 * inner, cols=hidden, **of), down=BlockLayout(rows=hidden, cols=inner, **of)
+    )
+    operands = _moe_operands(tokens, shape, geometry, dtype, num_slots)
+    return triton_modules(functools.partial(moe.bitplane_moe, geometry=geometry), *operands)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tokens", [1, 512])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bitplane_moe(shape: tuple[int, ...], tokens: int, dtype: str) -> None:
+    kernels = _moe_modules(tokens, shape, dtype=dtype, lut_rows=32 if shape[0] == 256 else 1)
+    assert len(kernels) == 2  # gate_up and down
+    assert all(("tt.dot" in kernel) == (tokens > 1) for kernel in kernels)
+
+
+@pytest.mark.parametrize("slot_words", [64, 100])
+def test_bitplane_moe_with_small_slots(slot_words: int) -> None:
+    assert len(_moe_modules(4, SHAPES[2], slot_words=slot_words)) == 2
+
+
+def _attention_modules(case: AttentionCase, num_slots: int) -> list[str]:
+    geometry, sequences = case.geometry, len(case.starts)
+    of = jax.ShapeDtypeStruct
+    op = functools.partial(
+        attention.paged_attention, layer=case.layer, geometry=geometry, scale=0.1, window=case.window
+    )
+    return triton_modules(
+        op,
+        of((sequences, case.queries, case.heads, case.head_dim), case.dtype),
+        of((num_slots, case.slot_words), jnp.uint32),
+        of((9, 40, geometry.block_slots), jnp.int32),
+        *[of((sequences,), jnp.int32)] * 3,
+    )
+
+
+@pytest.mark.parametrize("case", TAILS, ids=str)
+def test_paged_attention(case: AttentionCase) -> None:
+    (kernel,) = _attention_modules(case, num_slots=1000)
+    assert "tt.dot" in kernel
+
+
+def test_large_arenas_are_addressed_in_64_bits() -> None:
+    """Past 4 GiB, slot times slot_words must not be a 32-bit product."""
+    slots = 2**33 // (4 * 8192)
+    kernels = _moe_modules(1, SHAPES[0], num_slots=slots)
+    case = dataclasses.replace(TAILS[0], slot_words=8192)
+    kernels += _attention_modules(case, num_slots=slots)
+    small = _moe_modules(1, SHAPES[0], num_slots=1000) + _attention_modules(case, num_slots=1000)
+    for large_kernel, small_kernel in zip(kernels, small, strict=True):
+        assert "xi64>" in large_kernel
+        assert "xi64>" not in small_kernel
