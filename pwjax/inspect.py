@@ -42,7 +42,7 @@ def inspect_store(out: Path) -> dict[str, Any]:
         "memory_budget_bytes": None,
         "out": str(out),
         "format_version": manifest.format_version,
-        "model": config.to_dict(),
+        "model": manifest.model,
         "expert_weights": weights,
         "bf16_expert_bytes": BF16_BYTES * weights,
         "bf16_experts_kept": manifest.source,

@@ -27,7 +27,7 @@ from checkpoints.store import moe_geometry
 from checkpoints.writer import PREPARE_NAME, PreparedWriter
 from pallas_kernels.bitplane_moe.layout import BITS, BlockLayout
 from pwjax.anyprec.choices import KV_BLOCK_TOKENS, MAX_SLOT_WASTE, choose_lut_rows, choose_slot_words
-from pwjax.anyprec.pages import quantize_unit, weights_from_pages
+from pwjax.anyprec.pages import UnpackedUnit, quantize_unit
 from pwjax.calibration import (
     CalibrationLosses,
     CalibrationWalker,
@@ -305,7 +305,8 @@ class _Preparation:
             self.writer.write_layer(index, pages)
             self.totals.layers_quantized += 1
         self.totals.add(index, stats)
-        walker.advance(experts, lambda unit, bits: weights_from_pages(layouts[unit], pages[UNITS[unit]], bits))
+        unpacked = [UnpackedUnit(layout, pages[name]) for layout, name in zip(layouts, UNITS, strict=True)]
+        walker.advance(experts, lambda unit, bits: unpacked[unit].weights(bits))
 
     def _finish(self, choices: _Choices, losses: CalibrationLosses) -> dict[str, Any]:
         totals = self.totals

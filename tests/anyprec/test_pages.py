@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels.bitplane_moe.layout import BITS, BlockLayout, dequantize_pages
 from pwjax.anyprec import dequantize, quantize
 from pwjax.anyprec.choices import MAX_SLOT_WASTE, choose_lut_rows, choose_slot_words, slot_waste
-from pwjax.anyprec.pages import quantize_unit, weights_from_pages
+from pwjax.anyprec.pages import UnpackedUnit, quantize_unit
 from pwjax.config import ModelConfig
 
 
@@ -20,28 +20,28 @@ def test_pages_stand_for_the_quantized_weights(lut_rows: int) -> None:
     importance = np.exp(rng.standard_normal((2, 80))).astype(np.float32)
     layout = BlockLayout(rows=40, cols=80, lut_rows=lut_rows, slot_words=64)
     unit = quantize_unit(weights, importance, layout)
+    unpacked = UnpackedUnit(layout, unit.pages)
     q = quantize(weights, importance, lut_rows)
     for column, bits in enumerate(BITS):
         expected = dequantize(q, bits)
         for expert in range(2):
             one = {b: page[expert] for b, page in unit.pages.items()}
             assert np.array_equal(dequantize_pages(layout, one, bits), expected[expert])
-        assert np.array_equal(np.asarray(weights_from_pages(layout, unit.pages, bits)), expected.astype(jnp.bfloat16))
+        assert np.array_equal(np.asarray(unpacked.weights(bits)), expected.astype(jnp.bfloat16))
         delta = (expected.astype(np.float64) - weights) ** 2
         assert unit.squared_error[column] == pytest.approx(delta.sum(), rel=1e-5)
         assert unit.raw_sensitivity[:, column] == pytest.approx((delta * importance[:, None]).sum((1, 2)), rel=1e-5)
     assert unit.power == pytest.approx(float((weights.astype(np.float64) ** 2).sum()), rel=1e-6)
 
 
-def test_wide_rows_keep_their_own_table_and_narrow_ones_share() -> None:
-    """Rows alike and narrow: a shared table costs nothing. Rows of unlike shapes and wide: it costs much."""
+def test_alike_rows_share_a_table_and_unlike_ones_do_not() -> None:
     rng = np.random.default_rng(0)
-    alike = choose_lut_rows(rng.standard_normal((1, 32, 64)))
-    assert alike.chosen == 32
-    unlike = rng.standard_normal((1, 32, 1024))
-    unlike[:, ::2] = np.sign(unlike[:, ::2]) * (1 + 0.1 * unlike[:, ::2])
-    comparison = choose_lut_rows(unlike)
+    assert choose_lut_rows(rng.standard_normal((1, 32, 256))).chosen == 32
+    few_values = rng.standard_normal((1, 32, 8))  # each row its own eight values, and a little noise
+    unlike = np.take_along_axis(few_values, rng.integers(0, 8, (1, 32, 256)), axis=2)
+    comparison = choose_lut_rows(unlike + 0.01 * rng.standard_normal(unlike.shape))
     assert comparison.chosen == 1
+    assert (comparison.bytes_per_weight[1] > comparison.bytes_per_weight[32]).all()
     assert (comparison.errors[1] < comparison.errors[32]).all()
 
 

@@ -160,7 +160,7 @@ def test_any_shape(shape: tuple[int, int, int]) -> None:
     for lut_rows in (1, 32):
         q = quantize(weights, uniform(weights), lut_rows)
         check_invariants(q)
-        if shape[2] <= 5:
+        if lut_rows == 1 or shape[1] * shape[2] <= 16:
             assert (errors(weights, q)[-1] <= rounding(weights, q)).all()
 
 
