@@ -6,7 +6,6 @@ Order matters for the budget: what is fixed is measured before the arena is size
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +20,11 @@ from pwjax import planner
 from pwjax.engine import memory
 from pwjax.engine.config import EngineConfig
 from pwjax.engine.core import BoundaryReport, Engine
+from pwjax.engine.replay import Replay
 from pwjax.engine.runner import Runner, StepCompiler, TableShapes
 from pwjax.engine.scheduler import Scheduler
 from pwjax.engine.step import StepSpec
-from pwjax.engine.weights import Replay, Watermarks, WeightManager
+from pwjax.engine.weights import Watermarks, WeightManager
 from pwjax.errors import UserError
 from pwjax.kv.block_table import KVBlockTable
 from pwjax.models import load_dense
@@ -33,7 +33,6 @@ from pwjax.paging.device import DeviceTables
 from pwjax.paging.host_store import HostStore, StagingShape
 from pwjax.paging.mover import Mover
 from pwjax.paging.page_table import WeightPageTable
-from pwjax.timeline import Timeline
 
 DEFAULT_LOW_WATERMARK_BLOCKS = 8
 DEFAULT_LOW_WATERMARK_SHARE = 0.02
@@ -312,7 +311,7 @@ class _Builder:
             self.max_bits,
             self.slot_bytes,
             moves_pages=self.options.method.moves_pages,
-            replay=load_replay(self.options.replay) if self.options.replay else None,
+            replay=Replay(self.options.replay) if self.options.replay else None,
         )
         manager.load_initial(bits)
         return manager
@@ -327,17 +326,3 @@ class _Builder:
         return planner.Calibration(
             sensitivity=self._sensitivity(), num_layers=self.shape[0], num_experts=self.shape[1], policy=policy
         )
-
-
-def load_replay(path: str) -> Replay:
-    """Moves by boundary from a timeline file; several steps of one linear-block at one boundary become one."""
-    moves: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)
-    timeline = Timeline.from_jsonl(path)
-    for record in timeline:
-        merged: dict[int, tuple[int, int, int, str]] = {}
-        for move in record.moves:
-            index = move["index"]
-            first = merged.get(index, (index, move["from"], 0, ""))[1]
-            merged[index] = (index, first, move["to"], move["reason"])
-        moves[record.boundary] += merged.values()
-    return Replay(dict(moves), frozenset(record.boundary for record in timeline))

@@ -40,7 +40,8 @@ class Method:
             name, bits = match[1], None if match[2] is None else float(match[2])  # type: ignore[index]
         except (TypeError, ValueError):
             raise UserError(
-                f"--method {text}: unknown; use bf16, uniform:<bits>, random:<mean>, static, static:<mean> or pagedweight"
+                f"--method {text}: unknown; use bf16, uniform:<bits>, random:<mean>, static, static:<mean> "
+                "or pagedweight"
             ) from None
         if name in ("bf16", "pagedweight") and bits is not None:
             raise UserError(f"--method {text}: {name} takes no number; use --mean-bits for a precision target")

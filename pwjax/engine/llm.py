@@ -283,9 +283,9 @@ class LLM:
         available = self.engine.allocator.usable_slots - self.built.least_weight_slots
         if needed > available:
             raise UserError(
-                f"a prompt of {len(sequence.prompt)} tokens with {sequence.max_tokens} to generate needs {needed * self._slot_bytes} bytes "
-                f"of KV cache and the memory budget leaves {available * self._slot_bytes} at the lowest precision; "
-                "lower --max-tokens or raise --memory-budget"
+                f"a prompt of {len(sequence.prompt)} tokens with {sequence.max_tokens} to generate needs "
+                f"{needed * self._slot_bytes} bytes of KV cache and the memory budget leaves "
+                f"{available * self._slot_bytes} at the lowest precision; lower --max-tokens or raise --memory-budget"
             )
         self._next_id += 1
         return sequence

@@ -45,7 +45,7 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
 
 def round_slots(num_slots: int) -> int:
     """Rounds down to 8 significant bits (0.8% at most), so that near budgets share compiled programs in the cache."""
-    grain = max(1, 1 << (num_slots.bit_length() - 8))
+    grain = 1 << max(0, num_slots.bit_length() - 8)
     return num_slots // grain * grain
 
 

@@ -9,8 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from pallas_kernels.bitplane_moe.layout import MIN_BITS
-from pwjax.errors import UserError
+from pwjax.engine.replay import Replay
 from pwjax.paging.allocator import Owner, SlotAllocator
 from pwjax.paging.mover import Commit, Mover
 from pwjax.paging.page_table import WeightPageTable
@@ -18,35 +17,6 @@ from pwjax.planner import Calibration, Observation, Plan, PlanQueue, TableView, 
 from pwjax.planner.pressure import pressure_triggered
 
 RELOAD_CHECK_BOUNDARIES = 16  # boundaries without news after which the planner looks for room to reload
-
-
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """An earlier run: at which boundary what moved.
-
-    Attributes:
-        moves: boundary to `(index, from_bits, to_bits, reason)`, a linear-block once.
-        boundaries: all that were recorded; an idle one at which nothing happened was not.
-    """
-
-    moves: dict[int, list[tuple[int, int, int, str]]]
-    boundaries: frozenset[int]
-
-    def at(self, boundary: int, table: WeightPageTable) -> list[tuple[int, int, int, str]]:
-        """The moves of a boundary.
-
-        Raises:
-            UserError: they don't start from where the table is: this run is not the recorded one.
-        """
-        moves = self.moves.get(boundary, [])
-        for index, was, _, _ in moves:
-            now = int(table.committed[index]) if 0 <= index < table.num_linear_blocks else None
-            if now != was:
-                raise UserError(
-                    f"--replay: at boundary {boundary} linear-block {index} has {now} bits and the file says {was}; it "
-                    "comes from another model, budget, or set of prompts"
-                )
-        return moves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +33,7 @@ class WeightManager:
 
     Args:
         moves_pages: False for static methods: pages are loaded once and stay.
-        replay: the moves of a run to repeat, by boundary; the planner is not asked.
+        replay: a run whose moves to repeat; the planner is not asked.
 
     Attributes:
         boundary: boundaries so far; numbers the moves.
@@ -93,7 +63,6 @@ class WeightManager:
         self._quiet = 0
         self.refresh_due = False
         self._lowest_slots = int(table.resident_slots[:, 0].sum())
-        self._lowered_at = -1  # the boundary at which a replay has lowered
 
     @property
     def pages_in_flight(self) -> int:
@@ -121,17 +90,13 @@ class WeightManager:
         self.boundary += 1
         if self._replay is None:
             return self.mover.commit_ready(wait=wait)
-        moves = self._replay.at(self.boundary, self.table)
-        # An exchange falls and rises at once; an offload comes later in the boundary, where the planner was asked.
-        commits = self.mover.lower([(i, to, why) for i, was, to, why in moves if to < was and why == "exchange"])
-        self.mover.request_raise([(i, to, why) for i, was, to, why in moves if to > was])
-        return commits + self.mover.commit_ready(wait=True)
+        return self._replay.commit_ready(self.boundary, self.table, self.mover)
 
     @property
     def settled(self) -> bool:
         """Whether an idle engine is done, given that this boundary changed nothing."""
         if self._replay is not None:
-            return self.boundary not in self._replay.boundaries
+            return not self._replay.recorded(self.boundary)
         return not self.mover.pages_in_flight
 
     def issue(self) -> None:
@@ -156,11 +121,7 @@ class WeightManager:
             requests: routing mass (None before the first reading) and KV blocks of every running request.
         """
         if self._replay is not None:
-            if self._lowered_at == self.boundary:
-                return []
-            self._lowered_at = self.boundary
-            moves = self._replay.moves.get(self.boundary, [])
-            return self.mover.lower([(i, to, why) for i, was, to, why in moves if to < was and why != "exchange"])
+            return self._replay.plan(self.boundary, self.table, self.mover)
         if not self._moves_pages:
             return []
         observation = self._observe(free_slots, growth_slots, requests)

@@ -10,7 +10,7 @@ and stages them on the device (it overlaps with compute); the arena's commit sca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import jax

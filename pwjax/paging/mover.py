@@ -174,7 +174,7 @@ class Mover:
     def _next_batch(self) -> _Batch:
         """The oldest waiting page and later ones of its kind, as many as fit a batch.
 
-        No page overtakes a lower page of its linear-block: `drop_waiting` could else leave it on the device above a gap.
+        No page overtakes a lower one of its linear-block: `drop_waiting` could else leave it on the device above a gap.
         """
         index, bits, _, _ = self._waiting[0]
         kind = (index % 2, bits)

@@ -1,0 +1,40 @@
+"""What all tests share: a compilation cache for the session, GPU tests skipped elsewhere, prepared tiny models."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Equal engines compile once a session."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
+    """`prepared(family, seed, **overrides)`: a store made once a session; see `tests.prepared.prepare_tiny`."""
+    made: dict[str, object] = {}
+
+    def make(family: str = "qwen2_moe", seed: int = 0, **options: object) -> object:
+        pytest.importorskip("torch")
+        from tests.prepared import prepare_tiny
+
+        key = f"{family}-{seed}-{sorted(options.items())}"
+        if key not in made:
+            folder: Path = tmp_path_factory.mktemp("prepared")
+            made[key] = prepare_tiny(folder, family, seed, **options)
+        return made[key]
+
+    return make
