@@ -143,7 +143,7 @@ def in_place_check() -> Check:
             arena = attention_api.write_kv(arena, new, new, *place, layer=layer, geometry=case.geometry)
             out = attention_api.paged_attention(heads, arena, *place, layer=layer, geometry=case.geometry, scale=0.2)
             x = x + out.reshape(x.shape)
-            operands = (x, *moe_operands, arena)
+            operands: list[jax.Array] = [x, *moe_operands, arena]
             x = x + moe_api.bitplane_moe(*operands, geometry=moe.geometry)[0]
         return arena, x
 

@@ -57,21 +57,36 @@ def decode_block(slots: jax.Array, bits: jax.Array, arena: jax.Array, layout: Bl
     words = _read_block(slots, _constant([layout.resident_slots(b) for b in BITS])[column], arena)
     indices = _decode_indices(words, bits, layout)
 
-    # Words hold entries j (low half) and j + 2**(bits-1) (high half); a table of all low halves, then all high ones.
     lut_words = layout.groups * 2 ** (MAX_BITS - 1)
-    # Zeros behind the last page, so that the largest LUT can be cut out at the start of any.
-    padded = jnp.pad(words, (0, lut_words))
-    lut = lax.dynamic_slice(padded, (_lut_starts(layout)[column],), (lut_words,))
-    halves = jnp.concatenate([lut & 0xFFFF, lut >> 16]).astype(jnp.uint16)
-    table = lax.bitcast_convert_type(halves, jnp.float16).astype(jnp.float32)
-    group = lax.broadcasted_iota(jnp.int32, indices.shape, 0) // layout.lut_rows
+    table, scales = _tables(words, bits, lut_words, layout)
+    group = jnp.asarray(np.arange(layout.rows, dtype=np.int32) // layout.lut_rows)[:, None, None, None]
     half_bits = bits - 1
     entry = (group << half_bits) + (indices & ((1 << half_bits) - 1)) + (indices >> half_bits) * lut_words
     weights = table.at[entry].get(mode="promise_in_bounds")
 
-    scales = lax.slice(words, (layout.scale_offset_words,), (layout.scale_offset_words + layout.rows,))
-    weights = weights * lax.bitcast_convert_type(scales, jnp.float32)[:, None, None, None]
+    weights = weights * scales[:, None, None, None]
     return weights.reshape(layout.rows, -1)[:, : layout.cols]
+
+
+def _tables(words, bits, lut_words: int, layout: BlockLayout) -> tuple[jax.Array, jax.Array]:
+    """LUT `bits`, float32 `[2 * lut_words]` (low halves of its words, then high ones), and row scales, float32 `[N]`.
+
+    Word j of a group holds entries j (low half) and j + 2**(bits-1) (high half).
+    """
+
+    def build(*_: object) -> tuple[jax.Array, jax.Array]:
+        # Zeros behind the last page, so that the largest LUT can be cut out at the start of any.
+        padded = jnp.pad(words, (0, lut_words))
+        lut = lax.dynamic_slice(padded, (_lut_starts(layout)[bits - MIN_BITS],), (lut_words,))
+        halves = jnp.concatenate([lut & 0xFFFF, lut >> 16]).astype(jnp.uint16)
+        table = lax.bitcast_convert_type(halves, jnp.float16).astype(jnp.float32)
+        scales = lax.slice(words, (layout.scale_offset_words,), (layout.scale_offset_words + layout.rows,))
+        return table, lax.bitcast_convert_type(scales, jnp.float32)
+
+    # A loop of one trip, whose number XLA can't know: it would else fuse all this into the lookup and build an entry of
+    # the table anew for every weight, three times the cost of the decoding (an optimization barrier goes too early).
+    init = (jnp.zeros(2 * lut_words, jnp.float32), jnp.zeros(layout.rows, jnp.float32))
+    return lax.fori_loop(0, jnp.minimum(bits, 1), build, init)
 
 
 def _decode_indices(words: jax.Array, bits: jax.Array, layout: BlockLayout) -> jax.Array:
