@@ -9,11 +9,13 @@ import numpy as np
 from pallas_kernels.bitplane_moe.layout import BITS, BlockLayout
 from pallas_kernels.paged_attention.layout import KVGeometry
 from pwjax.anyprec.dequantize import squared_error
-from pwjax.anyprec.quantizer import LUT_ROWS, quantize
+from pwjax.anyprec.quantizer import CHUNK_ELEMENTS_CPU, LUT_ROWS, quantize
 from pwjax.config import ModelConfig
 
 SAMPLE_ROWS = 256
 """Rows of a sampled linear-block that both forms are tried on."""
+_SAMPLE_WEIGHTS = CHUNK_ELEMENTS_CPU  # the shape of the main run's batches in small models, so compiled once
+_MIN_SAMPLE, _MAX_SAMPLE = 6, 32
 COMPARED_BITS = BITS[:4]
 """Precisions at which serving spends its time; more than 6 bits hardly changes the loss."""
 
@@ -35,6 +37,13 @@ class LutComparison:
     bytes_per_weight: dict[int, np.ndarray]
     errors: dict[int, np.ndarray]
     chosen: int
+
+
+def sample_linear_blocks(config: ModelConfig, unit: int) -> int:
+    """How many linear-blocks of a unit `choose_lut_rows` should see."""
+    rows, cols = config.unit_shape(unit)
+    fitting = _SAMPLE_WEIGHTS // (min(rows, SAMPLE_ROWS) * cols)
+    return min(max(fitting, _MIN_SAMPLE), _MAX_SAMPLE, config.num_moe_layers * config.num_experts)
 
 
 def choose_lut_rows(weights: np.ndarray) -> LutComparison:

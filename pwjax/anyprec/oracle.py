@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 
-from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, MIN_BITS
+from pallas_kernels.bitplane_moe.layout import BITS, MIN_BITS
 
 
 def cost_matrix(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -87,11 +87,6 @@ def relative_errors(weights: np.ndarray, importance: np.ndarray, lut_rows: int) 
         bits: float((h * (weights - values) ** 2).sum()) / power
         for bits, values in reconstruct(weights, importance, lut_rows).items()
     }
-
-
-def indices_are_nested(indices: np.ndarray, codes: dict[int, np.ndarray]) -> bool:
-    """Whether every b-bit code equals the top b bits of the 8-bit code."""
-    return all(np.array_equal(indices >> (MAX_BITS - bits), code) for bits, code in codes.items())
 
 
 def _mean(x: np.ndarray, w: np.ndarray) -> float:
