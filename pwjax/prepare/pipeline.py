@@ -181,20 +181,21 @@ class _Preparation:
         self, walker: CalibrationWalker, layer: int, layouts: tuple[BlockLayout, BlockLayout], bar: Bar
     ) -> None:
         index = self.config.moe_layer_indices.index(layer)
-        source = self.checkpoint.experts(index)
+        source = list(self.checkpoint.experts(index))
         experts = (jnp.asarray(source[0]), jnp.asarray(source[1]))
         if jax.default_backend() == "cpu":
-            source = (np.asarray(experts[0]), np.asarray(experts[1]))  # views: one copy of the layer in memory
+            source = [np.asarray(weights) for weights in experts]  # views: one copy of the layer in memory
         statistics = walker.observe(layer, self._dense(f"model.layers.{layer}."), experts)
         if self.writer.has_layer(index):
             stats, pages = self.writer.read_layer_stats(index), self.writer.read_layer(index)
             bar.add(self.weights // self.config.num_moe_layers)
         else:
             if self.options.keep_source and not self.writer.has_source(index):
-                self.writer.write_source(index, *source)
+                self.writer.write_source(index, source[0], source[1])
+            # pop: a unit's source leaves host memory when its pages are there.
             units = [
-                quantize_unit(weights, importance, layout, bar.add)
-                for weights, importance, layout in zip(source, statistics.importance, layouts, strict=True)
+                quantize_unit(source.pop(0), importance, layout, bar.add)
+                for importance, layout in zip(statistics.importance, layouts, strict=True)
             ]
             stats = {
                 "raw": np.stack([unit.raw_sensitivity for unit in units], axis=1),
