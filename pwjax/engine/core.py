@@ -59,7 +59,7 @@ class _Flight:
     epochs: tuple[int, ...]
     outputs: StepOutputs
     mass: jax.Array | None
-    rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, row, epoch) of all that were running
+    rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, row, epoch) of all that had run
 
 
 class Engine:
@@ -200,7 +200,8 @@ class Engine:
         mass = None
         if self.weights and (batch.shape.tokens > 1 or self._since_observation >= OBSERVE_EVERY_STEPS):
             mass, self._since_observation = self.runner.snapshot_mass(), 0
-        rows = tuple((s, s.row, s.preemptions) for s in self.scheduler.running)
+        # A row still holds its last owner's mass until the first step of its new one.
+        rows = tuple((s, s.row, s.preemptions) for s in self.scheduler.running if s.computed)
         epochs = tuple(work.sequence.preemptions for work in batch.works)
         self._flight.append(_Flight(batch, samples, epochs, outputs, mass, rows))
 
