@@ -62,7 +62,9 @@ def prepare_tiny(folder: Path, family: str, seed: int = 0, *, pages: bool = True
             writer.write_source(layer, *experts)
             writer.write_layer_stats(layer, {})
             writer.write_layer(layer, stored)
-        writer.write_tables({"sensitivity": sensitivity})
+        tokens = np.ones((config.num_moe_layers, config.num_experts), np.int64)
+        kappa = np.ones((config.num_moe_layers, 2), np.float32)
+        writer.write_tables({"sensitivity": sensitivity, "tokens_per_expert": tokens, "kappa": kappa})
         writer.finish(
             Manifest(model=config.to_dict(), slot_words=SLOT_WORDS, lut_rows=lut_rows, max_bits=6, source=True)
         )

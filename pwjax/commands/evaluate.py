@@ -39,10 +39,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _perplexity(args: argparse.Namespace) -> dict[str, Any]:
-    from pwjax.eval.perplexity import run_perplexity
+    from pwjax.eval.perplexity import read_text, run_perplexity
 
     if args.data is None:
         raise UserError("eval ppl needs --data FILE (.txt, or .jsonl with a field text)")
+    read_text(args.data)  # refuses a bad file before the model is loaded
+    for name in ("context", "stride", "limit_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if args.context is not None and args.max_model_len is None:
         args.max_model_len = max(args.context, 2)
     llm = engine_options.build_llm(args, scoring=True)

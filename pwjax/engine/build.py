@@ -77,7 +77,10 @@ class _Builder:
         self.model, self.options, self.on_boundary, self.progress = model, config, on_boundary, progress
         self.config = model.config
         self.device = jax.devices()[0]
-        self.implementation = resolve_implementation(config.implementation)
+        try:
+            self.implementation = resolve_implementation(config.implementation)
+        except NotImplementedError as error:
+            raise UserError(f"--{error}") from None
         self.paged = config.method.name != "bf16"
         self.max_bits = self._max_bits()
         self.max_model_len = self._max_model_len()

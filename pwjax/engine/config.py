@@ -114,6 +114,8 @@ class EngineConfig:
             raise UserError(f"--mean-bits is {self.mean_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
         if self.max_bits is not None and not MIN_BITS <= self.max_bits <= MAX_BITS:
             raise UserError(f"--max-bits is {self.max_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
+        if self.seed < 0:
+            raise UserError(f"--seed is {self.seed}; it must be at least 0")
         low, high = self.low_watermark_blocks, self.high_watermark_blocks
         if min(low or 0, high or 0) < 0:
             raise UserError("--low-watermark-blocks and --high-watermark-blocks must be at least 0")

@@ -61,6 +61,7 @@ def test_bad_methods(text, words):
         ({"dtype": "float16"}, "bfloat16 or float32"),
         ({"kv_dtype": "int8"}, "bfloat16 or float32"),
         ({"implementation": "cuda"}, "--implementation is cuda"),
+        ({"seed": -1}, "--seed is -1"),
         ({"low_watermark_blocks": -1}, "at least 0"),
         ({"high_watermark_blocks": -2}, "at least 0"),
         ({"low_watermark_blocks": 3, "high_watermark_blocks": 2}, "low is at most high"),
