@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from pwjax.planner.routing import RoutingTerms, assign_buckets, batch_mass, routing_terms
+from pwjax.planner.routing import RoutingTerms, assign_buckets, batch_mass, bucket_multipliers, routing_terms
 from pwjax.planner.types import (
     MIN_BITS,
     NUM_STEPS,
@@ -93,7 +93,9 @@ def observe_routing(observation: Observation, calibration: Calibration) -> Routi
     if observation.routing_mass.shape[1:] != expected:
         raise ValueError(f"routing_mass is by {observation.routing_mass.shape[1:]}; the calibration is by {expected}")
     mass = batch_mass(observation.routing_mass, observation.kv_blocks)
-    return routing_terms(assign_buckets(mass, calibration.policy), calibration.policy)
+    buckets = assign_buckets(mass, calibration.policy)
+    observed = observation.routing_mass.sum(axis=(0, 2))
+    return routing_terms(buckets, bucket_multipliers(mass, buckets, observed, calibration.policy), calibration.policy)
 
 
 def score_actions(table: TableView, observation: Observation, calibration: Calibration) -> Scored:

@@ -26,6 +26,9 @@ class Policy:
         bucket_shares: cumulative shares of a layer's experts, rising, the last one 1: `(0.5, 0.85, 1.0)` puts the
             coldest half of the experts in bucket 0 and the hottest 15% in bucket 2.
         multipliers: mu of equation 8, by bucket, not falling.
+        multiplier_mass: routing mass of a layer at which what is observed weighs as much as `multipliers`; a huge
+            number keeps them fixed, as in the paper.
+        traffic_exponent: damage grows with observed traffic to this power.
         floor_stages: a stage, a bucket: the lowest bits a move may reach. From protective to the last stage, all 3.
         depth_caps: most bits below the initial assignment, by bucket.
         alpha: strength of the prompt residual (equation 6).
@@ -46,6 +49,8 @@ class Policy:
     exchange_gain: float
     exchange_moves: int
     exchange_min_mass: float
+    multiplier_mass: float
+    traffic_exponent: float
 
     def __post_init__(self) -> None:
         self._check_buckets()
@@ -60,6 +65,10 @@ class Policy:
             raise UserError(f"planner policy: exchange_gain is {self.exchange_gain}; it must be in [0, 1)")
         if self.exchange_moves < 0:
             raise UserError(f"planner policy: exchange_moves is {self.exchange_moves}; it must be at least 0")
+        if not 0 <= self.traffic_exponent <= 2:
+            raise UserError(f"planner policy: traffic_exponent is {self.traffic_exponent}; it must be 0 to 2")
+        if not self.multiplier_mass >= 0:
+            raise UserError(f"planner policy: multiplier_mass is {self.multiplier_mass}; it must be at least 0")
         if not self.exchange_min_mass >= 0:
             raise UserError(f"planner policy: exchange_min_mass is {self.exchange_min_mass}; it must be at least 0")
 
@@ -116,6 +125,8 @@ class Policy:
             exchange_gain=float(values["exchange_gain"]),
             exchange_moves=int(values["exchange_moves"]),
             exchange_min_mass=float(values["exchange_min_mass"]),
+            multiplier_mass=float(values["multiplier_mass"]),
+            traffic_exponent=float(values["traffic_exponent"]),
         )
 
     def without_routing(self) -> Policy:
@@ -132,12 +143,13 @@ class Policy:
 def default_policy() -> Policy:
     """The policy where no search has been made. docs/planner.md explains the numbers.
 
-    Five buckets, widths 1/4, 1/4, 1/4, 1/8, 1/8. A multiplier is the usual traffic of its bucket over a layer's mean,
-    and the multipliers average to 1 over the experts: calibrated sensitivities assume mean traffic.
+    Five buckets, widths 1/4, 1/4, 1/4, 1/8, 1/8. A multiplier is the usual traffic of its bucket over a layer's mean
+    (0.15, 0.45, 0.9, 1.6, 3.4), to the power 1/2 and scaled to average to 1 over the experts, as calibrated
+    sensitivities assume mean traffic. docs/experiments.md has the power's measurement.
     """
     return Policy(
         bucket_shares=(0.25, 0.5, 0.75, 0.875, 1.0),
-        multipliers=(0.15, 0.45, 0.9, 1.6, 3.4),
+        multipliers=(0.5, 0.75, 1.05, 1.35, 2.05),
         floor_stages=((3, 3, 4, 4, 5), (3, 3, 3, 4, 4), (3, 3, 3, 3, 3)),
         depth_caps=(5, 4, 3, 2, 2),
         alpha=1.0,
@@ -145,6 +157,8 @@ def default_policy() -> Policy:
         exchange_gain=0.2,
         exchange_moves=32,
         exchange_min_mass=32.0,
+        multiplier_mass=16.0,
+        traffic_exponent=0.5,
     )
 
 

@@ -20,6 +20,8 @@ POLICY = Policy(
     exchange_gain=0.1,
     exchange_moves=4,
     exchange_min_mass=0.0,
+    multiplier_mass=1e30,
+    traffic_exponent=1.0,
 )
 
 

@@ -39,10 +39,12 @@ def test_round_trip_through_json() -> None:
         ({"exchange_gain": 1.0}, "exchange_gain"),
         ({"exchange_moves": -1}, "exchange_moves"),
         ({"exchange_min_mass": -1.0}, "exchange_min_mass"),
+        ({"multiplier_mass": -1.0}, "multiplier_mass"),
+        ({"traffic_exponent": 3.0}, "traffic_exponent"),
     ],
 )
 def test_refuses(change: dict, message: str) -> None:
-    good = Policy((0.5, 0.75, 1.0), (0.5, 1.0, 2.0), ((3, 3, 3),), (2, 2, 2), 1.0, 1e-9, 0.1, 4, 0.0)
+    good = Policy((0.5, 0.75, 1.0), (0.5, 1.0, 2.0), ((3, 3, 3),), (2, 2, 2), 1.0, 1e-9, 0.1, 4, 0.0, 16.0, 0.5)
     with pytest.raises(UserError, match=message):
         dataclasses.replace(good, **change)
 
@@ -68,7 +70,7 @@ def test_bucket_ends(experts: int, ends: tuple[int, ...]) -> None:
 
 
 def test_fit_multipliers_measures_relative_traffic() -> None:
-    policy = Policy((0.5, 1.0), (1.0, 1.0), ((3, 3),), (5, 5), 1.0, 1e-9, 0.1, 4, 0.0)
+    policy = Policy((0.5, 1.0), (1.0, 1.0), ((3, 3),), (5, 5), 1.0, 1e-9, 0.1, 4, 0.0, 16.0, 0.5)
     shares = np.array([[0.4, 0.1, 0.3, 0.2], [2.0, 2.0, 8.0, 4.0], [0.0, 0.0, 0.0, 0.0]])
     # Sorted: (.1 .2 | .3 .4) and (.125 .125 | .25 .5), each times 4; the row without mass has no say.
     fitted = fit_multipliers(policy, shares)

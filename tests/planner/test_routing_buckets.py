@@ -9,7 +9,7 @@ from hypothesis import given
 from planner_cases import POLICY, Case, cases
 
 from pwjax.planner import default_policy
-from pwjax.planner.routing import UNOBSERVED, assign_buckets, batch_mass, routing_terms
+from pwjax.planner.routing import UNOBSERVED, assign_buckets, batch_mass, bucket_multipliers, routing_terms
 
 
 def test_equation_1_of_one_request() -> None:
@@ -54,7 +54,7 @@ def test_never_routed_experts_are_coldest_and_silent_layers_neutral() -> None:
 
 def test_terms_by_linear_block() -> None:
     buckets = np.array([[2, 0], [UNOBSERVED, UNOBSERVED]], np.int8)
-    terms = routing_terms(buckets, POLICY)
+    terms = routing_terms(buckets, np.tile(np.array(POLICY.multipliers), (2, 1)), POLICY)
     assert terms.multiplier.tolist() == [3.0, 3.0, 0.25, 0.25, 1.0, 1.0, 1.0, 1.0]
     assert terms.floors.tolist() == [[5, 5, 3, 3, 3, 3, 3, 3], [4, 4, 3, 3, 3, 3, 3, 3], [3] * 8]
     assert terms.depth_caps.tolist() == [1, 1, 3, 3, 3, 3, 3, 3]
@@ -68,7 +68,31 @@ def test_hotter_experts_never_have_smaller_multipliers(case: Case) -> None:
         assert np.all(np.diff(buckets[np.argsort(layer, kind="stable")]) >= 0)
 
 
+def test_multipliers_go_from_the_policy_to_what_is_observed() -> None:
+    """Hand computed: buckets of one cold, one middle and one hot expert at 0.2, 0.8 and 2 times the mean."""
+    policy = dataclasses.replace(
+        POLICY,
+        bucket_shares=(1 / 3, 2 / 3, 1.0),
+        multipliers=(0.5, 1.0, 3.0),
+        multiplier_mass=10.0,
+        traffic_exponent=1.0,
+    )
+    mass = np.array([[0.2, 0.8, 2.0]]) / 3
+    buckets = assign_buckets(mass, policy)
+    got = bucket_multipliers(mass, buckets, np.array([30.0]), policy)
+    np.testing.assert_allclose(got, [[0.75 * 0.2 + 0.25 * 0.5, 0.75 * 0.8 + 0.25, 0.75 * 2.0 + 0.25 * 3.0]])
+    fixed = bucket_multipliers(mass, buckets, np.array([30.0]), dataclasses.replace(policy, multiplier_mass=1e30))
+    np.testing.assert_allclose(fixed, [policy.multipliers])
+    root = dataclasses.replace(policy, multiplier_mass=0.0, traffic_exponent=0.5)
+    np.testing.assert_allclose(
+        bucket_multipliers(mass, buckets, np.array([30.0]), root), [np.sqrt([0.2, 0.8, 2.0])], rtol=1e-12
+    )
+
+
 def test_without_routing_every_expert_counts_alike() -> None:
-    terms = routing_terms(assign_buckets(np.array([[0.9, 0.1]]), POLICY.without_routing()), POLICY.without_routing())
+    policy = POLICY.without_routing()
+    mass = np.array([[0.9, 0.1]])
+    buckets = assign_buckets(mass, policy)
+    terms = routing_terms(buckets, bucket_multipliers(mass, buckets, np.array([5.0]), policy), policy)
     assert set(terms.multiplier.tolist()) == {1.0}
-    assert dataclasses.replace(POLICY.without_routing(), alpha=POLICY.alpha).num_buckets == 1
+    assert dataclasses.replace(policy, alpha=POLICY.alpha).num_buckets == 1
