@@ -85,35 +85,38 @@ def _masked_loop(x, expert_ids, expert_weights, weights_of, num_experts, activat
 
 
 def _tiled_loop(x, expert_ids, expert_weights, weights_of, num_experts, activation):
-    """Many tokens: each expert sees its own, in tiles of `TILE_TOKENS`."""
+    """Many tokens: each expert sees its own, in tiles of `TILE_TOKENS`, and adds to their sums at once.
+
+    A token's sum is taken in order of expert, whatever its batch mates chose.
+    """
     pairs = sort_pairs(expert_ids, num_experts)
-    total, top_k = expert_ids.size, expert_ids.shape[1]
-    # Tiles are written whole and in order, so what a tile writes past its expert's rows is overwritten by the next.
-    out = jnp.zeros((total + TILE_TOKENS, x.shape[1]), jnp.float32)
-    norms = jnp.zeros(total + TILE_TOKENS, jnp.float32)
+    num_tokens, top_k = expert_ids.shape
+    total = num_tokens * top_k
+    # A tile reads past its expert's rows; those count as token `num_tokens`, which the scatter drops.
     tokens = jnp.pad(pairs.order // top_k, (0, TILE_TOKENS))
+    factors = jnp.pad(expert_weights.reshape(total)[pairs.order], (0, TILE_TOKENS))
     experts = jnp.pad(pairs.experts, (0, 1), constant_values=num_experts)
 
     def expert_body(carry):
-        start, out, norms = carry
+        start, y, norms = carry
         expert = experts[start]
         end = start + jnp.sum(pairs.experts == expert, dtype=jnp.int32)
         weights = weights_of(expert)
 
         def tile_body(carry):
-            start, out, norms = carry
-            rows = x[lax.dynamic_slice(tokens, (start,), (TILE_TOKENS,))]
-            tile, norm = _mlp(rows, weights, activation)
-            out = lax.dynamic_update_slice(out, tile, (start, 0))
-            return start + TILE_TOKENS, out, lax.dynamic_update_slice(norms, norm, (start,))
+            start, y, norms = carry
+            mine = start + jnp.arange(TILE_TOKENS, dtype=jnp.int32) < end
+            rows = lax.dynamic_slice(tokens, (start,), (TILE_TOKENS,))
+            tile, norm = _mlp(x[rows], weights, activation)
+            factor = lax.dynamic_slice(factors, (start,), (TILE_TOKENS,))[:, None]
+            y = y.at[jnp.where(mine, rows, num_tokens)].add(factor * tile, mode="drop")
+            # Tiles are in order: what this one writes past its rows, the next one overwrites.
+            return start + TILE_TOKENS, y, lax.dynamic_update_slice(norms, norm, (start,))
 
-        _, out, norms = lax.while_loop(lambda carry: carry[0] < end, tile_body, (start, out, norms))
-        return end, out, norms
+        _, y, norms = lax.while_loop(lambda carry: carry[0] < end, tile_body, (start, y, norms))
+        return end, y, norms
 
-    _, out, norms = lax.while_loop(
-        lambda carry: experts[carry[0]] < num_experts, expert_body, (jnp.int32(0), out, norms)
-    )
+    init = (jnp.int32(0), jnp.zeros(x.shape, jnp.float32), jnp.zeros(total + TILE_TOKENS, jnp.float32))
+    _, y, norms = lax.while_loop(lambda carry: experts[carry[0]] < num_experts, expert_body, init)
     real = (expert_ids >= 0) & (expert_ids < num_experts)
-    picked = jnp.where(real[..., None], out[pairs.position], 0.0)
-    y = jnp.sum(picked * jnp.where(real, expert_weights, 0.0)[..., None], axis=1)
     return y, jnp.where(real, norms[pairs.position], 0.0)

@@ -383,7 +383,10 @@ class LLM:
         return {
             "method": str(self.config.method),
             "device": jax.devices()[0].device_kind,
-            "implementations": {"bitplane_moe": built.implementation, "paged_attention": built.implementation},
+            "implementations": {
+                "paged_attention": built.implementation,
+                **({"bitplane_moe": built.implementation} if self.engine.weights else {"dense_moe": "xla"}),
+            },
             "memory_budget_bytes": built.budget_bytes,
             "memory_bytes_peak": totals.peak_bytes,
             "reserved_bytes": built.fixed.total_bytes + built.arena_bytes,

@@ -135,7 +135,7 @@ def make_step(spec: StepSpec, shape: StepShape) -> Callable[..., tuple[StepState
 
         nats = _score(model, x, inputs.targets) if shape.score else jnp.zeros((shape.sequences, 0), jnp.float32)
         last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
-        sampled = _sample(model.logits(last), inputs, positions=start + length)
+        sampled = _sample(_logits(model, last), inputs, positions=start + length)
         state = StepState(
             arena,
             kv_table,
@@ -163,7 +163,8 @@ def _routed_experts(spec: StepSpec, experts, moe_layer: int, arena, h, ids, weig
     arguments = flat(h), flat(ids), flat(weights).astype(jnp.float32)
     if spec.moe is None:
         gate_up, down = experts[moe_layer]
-        y, _ = dense_moe(*arguments, gate_up, down, activation="silu", implementation=spec.implementation)
+        # Dense experts have no kernel of their own: XLA's products are the baseline that method bf16 stands for.
+        y, _ = dense_moe(*arguments, gate_up, down, activation="silu", implementation="xla")
     else:
         slot_table, bits = experts
         split = spec.moe.gate_up.total_slots
@@ -187,6 +188,12 @@ def _add_mass(mass: jax.Array, rows: jax.Array, start: jax.Array, new: jax.Array
     """Adds `new` `[S, L, E]` to the rows; a sequence that starts at position 0 starts anew."""
     old = mass.at[rows].get(mode="fill", fill_value=0)
     return mass.at[rows].set(jnp.where(start[:, None, None] == 0, 0, old) + new, mode="drop")
+
+
+def _logits(model, hidden: jax.Array) -> jax.Array:
+    """Logits of `[S, H]`. A lone row gets company: with one, XLA's CPU backend converts the whole head to float32."""
+    rows = hidden.shape[0]
+    return model.logits(jnp.pad(hidden, ((0, max(0, 2 - rows)), (0, 0))))[:rows]
 
 
 def _sample(logits: jax.Array, inputs: StepInputs, positions: jax.Array) -> jax.Array:
