@@ -35,7 +35,7 @@ def configure(memory_budget_bytes: int | None) -> None:
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(max(64, int(_host_bytes() * PINNED_SHARE_OF_HOST / 1e9))),
     }
-    total = _gpu_bytes()
+    total = gpu_bytes()
     if total is not None and memory_budget_bytes is not None:
         if memory_budget_bytes > total:
             raise UserError(
@@ -53,7 +53,7 @@ def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _gpu_bytes() -> int | None:
+def gpu_bytes() -> int | None:
     """Memory of the first NVIDIA GPU, None where there is none (or JAX is told not to use it)."""
     if os.environ.get("JAX_PLATFORMS", "") == "cpu":
         return None
