@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -79,7 +80,9 @@ class LLM:
         self._news: deque[StreamEvent] = deque()  # of these, since the last `step`
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # where news of a request goes, whoever runs the engine
         self._built: BuiltEngine | None = None
-        self._built = build_engine(self.model, self.config, self._record, on_progress)
+        # No cycle through the engine: its device memory is free as soon as the last reference to this object is gone.
+        record = weakref.WeakMethod(self._record)
+        self._built = build_engine(self.model, self.config, lambda report: _call(record, report), on_progress)
         self.engine = self._built.engine
         self._totals.start(self.mean_bits, self.memory_bytes)
         self._compilations = CompilationCounter()
@@ -412,6 +415,11 @@ class LLM:
     def close(self) -> None:
         """Stops counting compilations. The device memory goes when the object does."""
         self._compilations.close()
+
+
+def _call(method: weakref.WeakMethod, report: BoundaryReport) -> None:
+    if (bound := method()) is not None:
+        bound(report)
 
 
 @dataclasses.dataclass

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from pwjax import SamplingParams
-from tests.engine.conftest import FAMILIES, prompt
+from pwjax import LLM, SamplingParams
+from tests.engine.conftest import COMMON, FAMILIES, prompt
 
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -37,6 +37,22 @@ def test_no_dense_expert_is_ever_allocated(build, family):
         # The arena goes in and out, and no temporary is as large.
         arena_bytes = llm.built.arena_bytes
         assert compiled.memory_analysis().alias_size_in_bytes >= arena_bytes
+
+
+def test_device_memory_goes_with_the_object(prepared, sizes):
+    """At once, not when the garbage collector next looks for cycles: another engine may want the memory."""
+    llm = LLM(prepared("qwen2_moe").path, arena_bytes=sizes("qwen2_moe").tight_bytes(), **COMMON)
+    llm.generate(prompt(0, 20), PARAMS)
+    llm.close()
+    shape = llm.engine.runner.weights.arena.shape
+    gc.collect()
+    before = sum(array.shape == shape for array in jax.live_arrays())
+    gc.disable()
+    try:
+        del llm
+        assert sum(array.shape == shape for array in jax.live_arrays()) == before - 1
+    finally:
+        gc.enable()
 
 
 def test_the_check_sees_dense_experts(build):

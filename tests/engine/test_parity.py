@@ -17,7 +17,14 @@ MODELS = {
     "mixtral": ("mixtral", {}),  # 4 heads on 1
 }
 CASES = [("qwen2_moe", 0), ("qwen2_moe", 1), ("qwen2_moe-60", 0), ("mixtral", 0), ("mixtral", 1)]
-FLOAT32 = {"dtype": "float32", "kv_dtype": "float32", "method": "bf16", "max_num_seqs": 2, "max_model_len": 96}
+FLOAT32 = {
+    "dtype": "float32",
+    "kv_dtype": "float32",
+    "method": "bf16",
+    "max_num_seqs": 2,
+    "max_model_len": 96,
+    "arena_bytes": 2**19,  # KV only; on a GPU the default would be nearly all of it
+}
 
 
 @pytest.fixture
