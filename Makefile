@@ -12,7 +12,7 @@ test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q
 
 lint: $(VENV)/installed-test
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -110,7 +110,8 @@ class ModelConfig:
         if family not in FAMILIES:
             raise UserError(f"config.json: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
         try:
-            return cls(**_common_fields(config), **_FAMILY_FIELDS[family](config))
+            fields: dict[str, Any] = {**_common_fields(config), **_FAMILY_FIELDS[family](config)}
+            return cls(**fields)
         except KeyError as error:
             raise UserError(f"config.json: field {error.args[0]!r} is missing") from None
         except (TypeError, AttributeError) as error:
@@ -123,7 +124,8 @@ class ModelConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
         """Inverse of `to_dict` after a round trip through JSON."""
         tuples = ("windows", "moe_layers", "eos_token_ids")
-        return cls(**{name: tuple(value) if name in tuples else value for name, value in fields.items()})
+        values: dict[str, Any] = {n: tuple(value) if n in tuples else value for n, value in fields.items()}
+        return cls(**values)
 
 
 def _common_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def timelines(folder: Path | None, name: str) -> list[Path]:
 
 
 def several_requests(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    scene = {"requests": 3, "prompt_tokens": 1000, "new_tokens": 700, "arena_bytes": 19_000_000}
-    engine = {**ENGINE, "max_num_seqs": 4, "max_model_len": 1792}
+    scene: dict[str, Any] = {"requests": 3, "prompt_tokens": 1000, "new_tokens": 700, "arena_bytes": 19_000_000}
+    engine: dict[str, Any] = {**ENGINE, "max_num_seqs": 4, "max_model_len": 1792}
     results = {}
     for method in ("pagedweight", "uniform:6"):
         files = timelines(args.pictures, "several") if method == "pagedweight" else []
@@ -97,8 +97,8 @@ def several_requests(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def long_request(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    scene = {"requests": 1, "prompt_tokens": 100, "new_tokens": 2000, "arena_bytes": 13_400_000}
-    engine = {**ENGINE, "max_num_seqs": 2, "max_model_len": 2304}
+    scene: dict[str, Any] = {"requests": 1, "prompt_tokens": 100, "new_tokens": 2000, "arena_bytes": 13_400_000}
+    engine: dict[str, Any] = {**ENGINE, "max_num_seqs": 2, "max_model_len": 2304}
     files = timelines(args.pictures, "long")
     results = {"pagedweight": serve(args.model, "pagedweight", timelines=files, **scene, **engine)}
     try:

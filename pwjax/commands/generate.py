@@ -38,7 +38,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     Raises:
         UserError: none was given, or a file can't be read.
     """
-    prompts = list(args.prompt or ())
+    prompts: list[str] = list(args.prompt or ())
     for name in args.prompt_file or ():
         try:
             prompts.append(Path(name).read_text(encoding="utf-8"))

@@ -15,11 +15,12 @@ import numpy as np
 
 from checkpoints.store import PreparedModel
 from pallas_kernels.paged_attention.layout import KVGeometry
-from pallas_kernels.platform import resolve_implementation
+from pallas_kernels.platform import Implementation, resolve_implementation
 from pwjax import planner
 from pwjax.engine import memory
 from pwjax.engine.config import EngineConfig
 from pwjax.engine.core import BoundaryReport, Engine
+from pwjax.engine.precision import Precision
 from pwjax.engine.replay import Replay
 from pwjax.engine.runner import Runner, StepCompiler, TableShapes
 from pwjax.engine.scheduler import Scheduler
@@ -57,7 +58,7 @@ class BuiltEngine:
 def build_engine(
     model: PreparedModel,
     config: EngineConfig,
-    on_boundary: Callable[[BoundaryReport], None],
+    on_boundary: Callable[[Engine, BoundaryReport], None],
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> BuiltEngine:
     """Loads a prepared model and compiles its steps.
@@ -78,7 +79,7 @@ class _Builder:
         self.config = model.config
         self.device = jax.devices()[0]
         try:
-            self.implementation = resolve_implementation(config.implementation)
+            self.implementation: Implementation = resolve_implementation(config.implementation)
         except NotImplementedError as error:
             raise UserError(f"--{error}") from None
         self.paged = config.method.name != "bf16"
@@ -97,6 +98,15 @@ class _Builder:
         self.table = WeightPageTable(self.geometry, *self.shape)
         self.staging = StagingShape.choose(self.geometry, self.config.num_moe_layers * self.config.num_experts)
         self.slot_bytes = self.kv.slot_words * 4
+        sensitivity = np.asarray(model.tables()["sensitivity"], np.float64)
+        self.precision = Precision(
+            method=config.method,
+            table=self.table,
+            sensitivity=sensitivity.reshape(-1, sensitivity.shape[-1]),
+            max_bits=self.max_bits,
+            slot_bytes=self.slot_bytes,
+            seed=config.seed,
+        )
 
     def _max_bits(self) -> int:
         stored = self.model.manifest.page_bits
@@ -127,7 +137,7 @@ class _Builder:
         )
         compiler = StepCompiler(spec, self.params, self.experts, self.table.shape, self.tables)
         fixed, num_slots = self._size_arena(compiler)
-        bits = self._initial_bits(num_slots)
+        bits = self.precision.at_load(num_slots - 1 - self._set_aside_slots(num_slots))
         memory.check_device_admits(num_slots * self.slot_bytes, self.device)
 
         allocator = SlotAllocator(num_slots)
@@ -155,7 +165,7 @@ class _Builder:
             host_store_bytes=weights.mover.host_bytes if weights else 0,
             implementation=self.implementation,
             max_model_len=self.max_model_len,
-            least_weight_slots=self._least_weight_slots(),
+            least_weight_slots=self.precision.least_slots,
         )
 
     # Weights outside the arena.
@@ -215,12 +225,8 @@ class _Builder:
         if self.options.arena_bytes is not None:
             return memory.arena_slots(self.options.arena_bytes, None, self.slot_bytes, self._least_slots())
         if self.options.mean_bits is not None and self.paged:
-            slots, weights = self.table.resident_slots, self.table.weights
-            pages = planner.capacity_for_mean_bits(
-                self._sensitivity(), slots, weights, self.options.mean_bits, self.max_bits, self.slot_bytes
-            )
-            return 1 + pages + self._set_aside_slots(0)
-        pages = int(self.table.resident_slots[:, self.max_bits - 3].sum())
+            return 1 + self.precision.slots_for_mean(self.options.mean_bits) + self._set_aside_slots(0)
+        pages = self.precision.most_slots
         all_kv = self.options.max_num_seqs * self._reserve_per_sequence()
         wanted = 1 + pages + all_kv + self._watermark_slots(pages + all_kv)
         limit = (memory.CPU_DEFAULT_LIMIT_BYTES - fixed.total_bytes) // self.slot_bytes
@@ -253,46 +259,10 @@ class _Builder:
             return self._reserve_per_sequence()
         return self._watermark_slots(num_slots)
 
-    def _least_weight_slots(self) -> int:
-        """Slots below which the method's weights can't go."""
-        method = self.options.method
-        if not self.paged:
-            return 0
-        if method.name == "uniform":
-            return int(self.table.resident_slots[:, int(method.bits or 0) - 3].sum())
-        if method.name == "random" or (method.name == "static" and method.bits is not None):
-            return planner.assigned_slots(self._bits_for_mean(), self.table.resident_slots)
-        return int(self.table.resident_slots[:, 0].sum())
-
     def _least_slots(self) -> int:
-        return 1 + self._least_weight_slots() + self._set_aside_slots(0)
+        return 1 + self.precision.least_slots + self._set_aside_slots(0)
 
-    # Precision.
-
-    def _sensitivity(self) -> np.ndarray:
-        table = np.asarray(self.model.tables()["sensitivity"], np.float64)
-        return table.reshape(-1, table.shape[-1])
-
-    def _bits_for_mean(self) -> np.ndarray:
-        method, table = self.options.method, self.table
-        common = table.resident_slots, table.weights, float(method.bits or 0), self.max_bits, self.slot_bytes
-        if method.name == "random":
-            return planner.random_bits(self.options.seed, *common)
-        return planner.static_bits(self._sensitivity(), *common)
-
-    def _initial_bits(self, num_slots: int) -> np.ndarray:
-        """The assignment at load: what the method says, or the best that fits."""
-        method, table = self.options.method, self.table
-        if not self.paged:
-            return np.zeros(0, np.int8)
-        if method.name == "uniform":
-            return planner.uniform_bits(table.num_linear_blocks, int(method.bits or 0))
-        if method.bits is not None:
-            return self._bits_for_mean()
-        capacity = num_slots - 1 - self._set_aside_slots(num_slots)
-        return planner.initial_bits(
-            self._sensitivity(), table.resident_slots, table.weights, capacity, self.max_bits, self.slot_bytes
-        )
+    # Weight pages.
 
     def _weights(
         self, allocator: SlotAllocator, device: DeviceTables, bits: np.ndarray, num_slots: int
@@ -327,5 +297,5 @@ class _Builder:
         if not self.options.exchange:
             policy = dataclasses.replace(policy, exchange_moves=0)
         return planner.Calibration(
-            sensitivity=self._sensitivity(), num_layers=self.shape[0], num_experts=self.shape[1], policy=policy
+            sensitivity=self.precision.sensitivity, num_layers=self.shape[0], num_experts=self.shape[1], policy=policy
         )

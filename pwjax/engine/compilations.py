@@ -14,7 +14,7 @@ class CompilationCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == BACKEND_COMPILE_EVENT:
             self.count += 1
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -79,7 +80,7 @@ class Engine:
         weights: WeightManager | None,
         reserve_slots: int,
         max_num_seqs: int,
-        on_boundary=lambda report: None,
+        on_boundary: Callable[[Engine, BoundaryReport], None] = lambda engine, report: None,
     ) -> None:
         self.runner, self.scheduler, self.kv, self.allocator, self.weights = runner, scheduler, kv, allocator, weights
         self._reserve_slots, self._max_num_seqs = reserve_slots, max_num_seqs
@@ -119,7 +120,7 @@ class Engine:
         if batch is not None:
             self._dispatch(batch, kv_delta)
         self.preemptions += preempted
-        self._on_boundary(BoundaryReport(self.steps, tuple(commits), preempted, batch))
+        self._on_boundary(self, BoundaryReport(self.steps, tuple(commits), preempted, batch))
         if self._flight and (batch is None or len(self._flight) > 1):
             return self._collect(self._flight.popleft())
         return []
@@ -134,7 +135,7 @@ class Engine:
             self.weights.issue()
             if not commits and self.weights.settled:
                 return
-            self._on_boundary(BoundaryReport(self.steps, tuple(commits), 0, None))
+            self._on_boundary(self, BoundaryReport(self.steps, tuple(commits), 0, None))
 
     def _free_slots(self) -> int:
         """Free slots that nobody has a claim on."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -16,18 +14,16 @@ import numpy as np
 
 from checkpoints.store import PreparedModel
 from pwjax.cli_common import parse_bytes
-from pwjax.engine import memory
+from pwjax.engine.accounting import Accounting, mean_bits
 from pwjax.engine.build import BuiltEngine, build_engine
-from pwjax.engine.compilations import CompilationCounter
 from pwjax.engine.config import EngineConfig, Method
-from pwjax.engine.core import BoundaryReport, Progress
+from pwjax.engine.core import Progress
 from pwjax.engine.detokenizer import OutputStream
 from pwjax.engine.outputs import RequestOutput, StreamEvent
 from pwjax.engine.sampling_params import SamplingParams
 from pwjax.engine.sequence import Sequence, Status
 from pwjax.engine.tokenizer import Tokenizer
 from pwjax.errors import UserError
-from pwjax.paging.allocator import Owner
 from pwjax.timeline import BoundaryRecord, Timeline
 
 Prompt = str | Seq[int]
@@ -66,9 +62,8 @@ class LLM:
     ) -> None:
         budget = None if memory_budget is None else parse_bytes(memory_budget, "--memory-budget")
         self.config = EngineConfig(memory_budget_bytes=budget, method=Method.parse(method), **options)
-        self._started_s = time.monotonic()
-        self._on_record, self.timeline = on_record, Timeline() if keep_timeline else None
-        self._totals = _Totals()
+        self.timeline = Timeline() if keep_timeline else None
+        self._accounting = Accounting(on_record, self.timeline)
         self.model = PreparedModel(path)
         model_config = self.model.config
         self.tokenizer = Tokenizer.from_folder(
@@ -79,20 +74,11 @@ class LLM:
         self._open: dict[int, Sequence] = {}  # requests of `add_request` that have not finished
         self._news: deque[StreamEvent] = deque()  # of these, since the last `step`
         self._inboxes: dict[int, deque[StreamEvent]] = {}  # where news of a request goes, whoever runs the engine
-        self._built: BuiltEngine | None = None
-        # No cycle through the engine: its device memory is free as soon as the last reference to this object is gone.
-        record = weakref.WeakMethod(self._record)
-        self._built = build_engine(self.model, self.config, lambda report: _call(record, report), on_progress)
-        self.engine = self._built.engine
-        self._totals.start(self.mean_bits, self.memory_bytes)
-        self._compilations = CompilationCounter()
+        self.built: BuiltEngine = build_engine(self.model, self.config, self._accounting.on_boundary, on_progress)
+        self.engine = self.built.engine
+        self._accounting.start(self.built)
 
     # Sizes.
-
-    @property
-    def built(self) -> BuiltEngine:
-        assert self._built is not None
-        return self._built
 
     @property
     def max_model_len(self) -> int:
@@ -101,14 +87,7 @@ class LLM:
     @property
     def mean_bits(self) -> float | None:
         """Committed bits, averaged over the weights; None for dense experts."""
-        weights = self.engine.weights
-        return None if weights is None else weights.table.mean_bits()
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes in use now by the accounting: everything but the arena's free slots."""
-        built = self.built
-        return built.fixed.total_bytes + built.arena_bytes - self.engine.allocator.free_slots * self._slot_bytes
+        return mean_bits(self.engine)
 
     @property
     def _slot_bytes(self) -> int:
@@ -329,118 +308,21 @@ class LLM:
             preemptions=sequence.preemptions,
         )
 
-    # Accounting.
-
-    def _record(self, report: BoundaryReport) -> None:
-        if self._built is None:
-            return
-        record = self._boundary_record(report)
-        if record.reserved_bytes > record.budget_bytes:
-            raise RuntimeError(f"accounting: {record.reserved_bytes} bytes of a budget of {record.budget_bytes}")
-        self._totals.add(record)
-        if self.timeline is not None:
-            self.timeline.append(record)
-        if self._on_record is not None:
-            self._on_record(record)
-
-    def _boundary_record(self, report: BoundaryReport) -> BoundaryRecord:
-        built, engine, slot_bytes = self.built, self.engine, self._slot_bytes
-        used = engine.allocator.used_slots
-        moves = tuple(
-            {
-                "index": c.index,
-                **dict(zip(("layer", "expert", "unit"), engine.weights.table.locate(c.index), strict=True)),
-                "from": c.from_bits,
-                "to": c.to_bits,
-                "bytes": c.bytes,
-                "reason": c.reason,
-            }
-            for c in report.commits
-            if engine.weights is not None
-        )
-        return BoundaryRecord(
-            step=report.step,
-            boundary=engine.weights.boundary if engine.weights else report.step,
-            tokens_generated=engine.tokens_generated,
-            time_s=time.monotonic() - self._started_s,
-            dense_bytes=built.fixed.dense_bytes,
-            weight_bytes=(used(Owner.WEIGHTS) + used(Owner.IN_FLIGHT)) * slot_bytes,
-            kv_bytes=used(Owner.KV) * slot_bytes,
-            workspace_bytes=built.fixed.workspace_bytes,
-            tables_bytes=built.fixed.tables_bytes,
-            staging_bytes=built.fixed.staging_bytes,
-            free_bytes=engine.allocator.free_slots * slot_bytes + slot_bytes,  # the null slot is nobody's
-            budget_bytes=built.budget_bytes,
-            mean_bits=self.mean_bits,
-            offloads=sum(c.from_bits - c.to_bits for c in report.commits if c.to_bits < c.from_bits),
-            reloads=sum(c.to_bits - c.from_bits for c in report.commits if c.to_bits > c.from_bits),
-            moves=moves,
-            num_running=len(engine.scheduler.running),
-            num_waiting=len(engine.scheduler.waiting),
-            preemptions=report.preempted,
-        )
+    # Figures.
 
     def stats(self) -> dict[str, Any]:
-        """Figures since the engine was built; see `pwjax generate` for the names."""
-        built, totals = self.built, self._totals
+        """Figures since the engine was built; docs/serving.md explains the names."""
+        built = self.built
+        experts = {"bitplane_moe": built.implementation} if self.engine.weights else {"dense_moe": "xla"}
         return {
             "method": str(self.config.method),
             "device": jax.devices()[0].device_kind,
-            "implementations": {
-                "paged_attention": built.implementation,
-                **({"bitplane_moe": built.implementation} if self.engine.weights else {"dense_moe": "xla"}),
-            },
-            "memory_budget_bytes": built.budget_bytes,
-            "memory_bytes_peak": totals.peak_bytes,
-            "reserved_bytes": built.fixed.total_bytes + built.arena_bytes,
-            "measured_bytes_peak": memory.measured_peak_bytes(jax.devices()[0]),
-            "memory_parts": {**dataclasses.asdict(built.fixed), "arena_bytes": built.arena_bytes},
+            "implementations": {"paged_attention": built.implementation, **experts},
             "host_store_bytes": built.host_store_bytes,
             "max_model_len": built.max_model_len,
-            "mean_bits_first": totals.first_bits,
-            "mean_bits_last": self.mean_bits,
-            "mean_bits_min": totals.min_bits,
-            "offloads": totals.offloads,
-            "reloads": totals.reloads,
-            "exchanged_bits": self.engine.weights.mover.exchanged_bits if self.engine.weights else 0,
-            "bytes_moved": self.engine.weights.mover.bytes_moved if self.engine.weights else 0,
-            "bytes_released": totals.released_bytes,
-            "preemptions": self.engine.preemptions,
-            "max_running": self.engine.max_running,
-            "steps": self.engine.steps,
-            "tokens_generated": self.engine.tokens_generated,
-            "compilations_after_warmup": self._compilations.count,
+            **self._accounting.stats(self.engine),
         }
 
     def close(self) -> None:
         """Stops counting compilations. The device memory goes when the object does."""
-        self._compilations.close()
-
-
-def _call(method: weakref.WeakMethod, report: BoundaryReport) -> None:
-    if (bound := method()) is not None:
-        bound(report)
-
-
-@dataclasses.dataclass
-class _Totals:
-    """Running figures over all boundaries."""
-
-    peak_bytes: int = 0
-    first_bits: float | None = None
-    min_bits: float | None = None
-    offloads: int = 0
-    reloads: int = 0
-    released_bytes: int = 0
-
-    def start(self, mean_bits: float | None, used_bytes: int) -> None:
-        self.first_bits = self.min_bits = mean_bits
-        self.peak_bytes = used_bytes
-
-    def add(self, record: BoundaryRecord) -> None:
-        self.peak_bytes = max(self.peak_bytes, record.used_bytes)
-        if record.mean_bits is not None and self.min_bits is not None:
-            self.min_bits = min(self.min_bits, record.mean_bits)
-        self.offloads += record.offloads
-        self.reloads += record.reloads
-        self.released_bytes += sum(m["bytes"] for m in record.moves if m["to"] < m["from"])
+        self._accounting.close()

@@ -8,6 +8,7 @@ Workspace is the most temporary memory and outputs that any compiled step needs,
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -40,6 +41,7 @@ class FixedMemory:
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:
     """Temporaries, outputs that alias no input, and small inputs of one compiled step."""
     analysis = compiled.memory_analysis()
+    assert analysis is not None, "this backend does not report the memory of compiled programs"
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
@@ -71,7 +73,7 @@ def arena_slots(budget_bytes: int, fixed: FixedMemory | None, slot_bytes: int, l
     return slots
 
 
-def device_free_bytes(device: jax.Device) -> int | None:
+def device_free_bytes(device: Any) -> int | None:
     """Bytes that JAX may still allocate on the device; None where it does not say (CPU)."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
@@ -79,7 +81,7 @@ def device_free_bytes(device: jax.Device) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
-def check_device_admits(budget_bytes: int, device: jax.Device) -> None:
+def check_device_admits(budget_bytes: int, device: Any) -> None:
     """Raises UserError if JAX's own limit on this device is below the budget."""
     free = device_free_bytes(device)
     if free is not None and free < budget_bytes:
@@ -89,7 +91,7 @@ def check_device_admits(budget_bytes: int, device: jax.Device) -> None:
         )
 
 
-def measured_peak_bytes(device: jax.Device) -> int | None:
+def measured_peak_bytes(device: Any) -> int | None:
     """Most bytes that JAX has had in use on the device since the process started; None on a CPU."""
     stats = device.memory_stats()
     return stats.get("peak_bytes_in_use") if stats else None

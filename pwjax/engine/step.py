@@ -18,6 +18,7 @@ from pallas_kernels.bitplane_moe.api import bitplane_moe, dense_moe
 from pallas_kernels.bitplane_moe.layout import MoEGeometry
 from pallas_kernels.paged_attention.api import paged_attention, write_kv
 from pallas_kernels.paged_attention.layout import KVGeometry
+from pallas_kernels.platform import Implementation
 from pwjax.config import ModelConfig
 from pwjax.engine.sampler import sample
 from pwjax.models import merge
@@ -36,10 +37,10 @@ class StepState(NamedTuple):
     mass: float32 `[max_num_seqs, moe_layers, experts]`, equation 1's sums since each request's first token.
     """
 
-    arena: jax.Array
-    kv_table: jax.Array
-    last_tokens: jax.Array
-    mass: jax.Array
+    arena: Any
+    kv_table: Any
+    last_tokens: Any
+    mass: Any
 
 
 class StepInputs(NamedTuple):
@@ -88,7 +89,7 @@ class StepSpec:
     graphdef: Any
     moe: MoEGeometry | None
     kv: KVGeometry
-    implementation: str
+    implementation: Implementation
 
 
 ExpertTables = tuple[jax.Array, jax.Array] | tuple[tuple[jax.Array, jax.Array], ...]

@@ -8,6 +8,7 @@ dropped. Index -1 would write the last slot, so it never appears.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class DeviceTables:
         slot_words: int,
         table_shape: tuple[int, int, int],
         staging: StagingShape,
-        device: jax.Device,
+        device: Any,
     ) -> None:
         self.num_slots = num_slots
         self._table_size = int(np.prod(table_shape))

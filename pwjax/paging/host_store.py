@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class HostStore:
         geometry: MoEGeometry,
         shape: tuple[int, int],
         staging: StagingShape,
-        device: jax.Device,
+        device: Any,
         max_bits: int,
         progress: Callable[[int], None] = lambda layers: None,
     ) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-import jax
 import numpy as np
 
 from pallas_kernels.bitplane_moe.layout import MIN_BITS
@@ -29,7 +29,7 @@ class _Batch:
     """Page-ins under way. `entries` are `(index, slots, reason)` of pages of one kind, in staging order."""
 
     kind: Kind
-    staging: jax.Array
+    staging: Any  # jax.Array
     entries: tuple[tuple[int, np.ndarray, str], ...]
 
 
@@ -38,7 +38,7 @@ class _Exchange:
     """Trades whose rising pages are on their way to staging, or there; they have no slots yet."""
 
     trades: Trades
-    staging: Mapping[Kind, jax.Array]
+    staging: Mapping[Kind, Any]  # jax.Array
 
     def is_ready(self) -> bool:
         return all(array.is_ready() for array in self.staging.values())

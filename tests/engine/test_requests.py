@@ -74,7 +74,7 @@ def test_bad_prompts(llm, bad, words):
 def test_a_request_that_can_never_fit_is_refused_with_two_numbers(llm, monkeypatch):
     usable, slot_bytes = llm.engine.allocator.usable_slots, llm._slot_bytes
     left = llm.engine.kv.slots_for(40)
-    monkeypatch.setattr(llm, "_built", dataclasses.replace(llm.built, least_weight_slots=usable - left))
+    monkeypatch.setattr(llm, "built", dataclasses.replace(llm.built, least_weight_slots=usable - left))
     needed = llm.engine.kv.slots_for(65) * slot_bytes
     with pytest.raises(UserError, match=rf"needs {needed} bytes of KV cache .* leaves {left * slot_bytes} "):
         llm.generate(prompt(0, 50), params(16))
