@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from pwjax.cli_common import ArgumentParser, print_json_last, run_command, versions
+from pwjax.cli_common import EXIT_INTERRUPTED, ArgumentParser, print_json_last, run_command, versions
 from pwjax.commands import process
 
 # Command -> (module, what it does). Modules are imported only when their command runs.
@@ -49,5 +50,15 @@ def _run(argv: Sequence[str]) -> None:
     print_json_last({**common, **figures})
 
 
+def entry() -> None:
+    """The `pwjax` program. When interrupted it leaves at once: threads of an abandoned save have nothing to add."""
+    status = main()
+    if status == EXIT_INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -9,11 +9,13 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -144,6 +146,9 @@ def run_command(command: Callable[[], int | None]) -> int:
         print("pwjax: error: " + " ".join(str(error).split()), file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
+        # Saves under way are abandoned (what they leave does not load); their threads would say so at length.
+        logging.disable(logging.CRITICAL)
+        warnings.simplefilter("ignore")
         print("pwjax: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 

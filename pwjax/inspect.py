@@ -100,7 +100,7 @@ def describe(figures: dict[str, Any]) -> str:
         f"with too little: {len(calibration.get('experts_averaged', []))}",
         "planner policy: " + ("default" if figures["policy_is_default"] else "stored")
         + f", {len(figures['policy']['bucket_shares'])} buckets, multipliers "
-        + ", ".join(f"{value:.2g}" for value in figures["policy"]["multipliers"]),
+        + ", ".join(f"{value:g}" for value in figures["policy"]["multipliers"]),
     ]  # fmt: skip
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from pwjax.cli_common import print_json_last, run_command, versions
 from pwjax.commands import process
+from pwjax.demo.serving import say
 from pwjax.errors import UserError
 
 
@@ -67,7 +68,6 @@ class Runs:
         llm = LLM(args.model, method=method, **common, **options)
         result = run_perplexity(llm, args.data, context=args.context, limit_tokens=args.limit_tokens)
         stats = llm.stats()
-        llm.close()
         self.nats[name] = list(result.window_nats)
         self.results[name] = {
             "nats_per_token": result.nats_per_token,
@@ -102,10 +102,6 @@ def check_disjoint(args: argparse.Namespace) -> dict[str, Any]:
     if shared:
         raise UserError(f"--data {args.data}: {len(shared)} paragraphs are in the calibration text too; use other text")
     return {"data_sha256": digest, "shared_paragraphs": len(shared)}
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def uniform_table(runs: Runs, widths: list[int]) -> list[dict[str, Any]]:

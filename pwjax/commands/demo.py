@@ -33,11 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Prepares the model if need be, serves it, and shows what happened."""
+    most = ENGINE["max_model_len"] - PROMPT_TOKENS
+    if not 1 <= args.max_tokens <= most:
+        raise UserError(
+            f"--max-tokens is {args.max_tokens}; with prompts of {PROMPT_TOKENS} tokens it must be 1 to {most}"
+        )
+    from checkpoints.hf_reader import HFCheckpoint
+
     source = Path(args.model) if args.model else embedded_model()
+    HFCheckpoint(source).validate()
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    store = _prepared(source, out / ("model" if args.model is None else f"model-{source.name}"))
     picture = check_writable(out / "timeline.png")
-    store = _prepared(source, out / "model")
     scene = {"requests": REQUESTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": args.max_tokens, **ENGINE}
     results = {}
     for method in METHODS:
@@ -64,10 +71,11 @@ def embedded_model() -> Path:
 
 def _prepared(source: Path, store: Path) -> Path:
     """Prepares `source` into `store`, unless it is there already."""
-    from pwjax.prepare import PrepareOptions, prepare
-
     if not (store / "manifest.json").is_file():
+        store.parent.mkdir(parents=True, exist_ok=True)
         say(f"preparing {source.name}: quantizing and calibrating ..")
+        from pwjax.prepare import PrepareOptions, prepare
+
         prepare(PrepareOptions(source=source, out=store))
     return store
 

@@ -10,7 +10,6 @@ from pwjax.cli_common import format_bytes
 from pwjax.commands import engine_options
 from pwjax.errors import UserError
 
-DEFAULT_CONTEXT_TOKENS = 2048
 TASKS = ("ppl", "arithmetic", "retrieval")
 
 
@@ -43,6 +42,8 @@ def _perplexity(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.data is None:
         raise UserError("eval ppl needs --data FILE (.txt, or .jsonl with a field text)")
+    if args.stride is not None and args.context is not None and args.stride > args.context:
+        raise UserError(f"--stride {args.stride} is more than --context {args.context}: tokens would be left out")
     read_text(args.data)  # refuses a bad file before the model is loaded
     for name in ("context", "stride", "limit_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -50,10 +51,7 @@ def _perplexity(args: argparse.Namespace) -> dict[str, Any]:
     if args.context is not None and args.max_model_len is None:
         args.max_model_len = max(args.context, 2)
     llm = engine_options.build_llm(args, scoring=True)
-    context = args.context or min(DEFAULT_CONTEXT_TOKENS, llm.max_model_len)
-    result = run_perplexity(
-        llm, args.data, context=context, stride=args.stride or context, limit_tokens=args.limit_tokens
-    )
+    result = run_perplexity(llm, args.data, context=args.context, stride=args.stride, limit_tokens=args.limit_tokens)
     stats = llm.stats()
     figures = result.to_json()
     print(
@@ -65,8 +63,13 @@ def _perplexity(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _demo_task(args: argparse.Namespace) -> dict[str, Any]:
+    from pwjax.demo.synthetic import KEYS
     from pwjax.eval.tasks import evaluate_arithmetic, evaluate_retrieval
 
+    if args.items < 1:
+        raise UserError(f"--items is {args.items}; it must be at least 1")
+    if not 1 <= args.keys <= len(KEYS):
+        raise UserError(f"--keys is {args.keys}; it must be 1 to {len(KEYS)}")
     llm = engine_options.build_llm(args)
     if args.task == "arithmetic":
         result = evaluate_arithmetic(llm, args.items)

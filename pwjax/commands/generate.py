@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     started_s = time.monotonic()
     results = llm.generate(prompts, params)
     seconds = time.monotonic() - started_s
+    if llm.engine.weights is not None:
+        llm.engine.weights.check_replay_finished()
     if panel is not None:
         panel.close()
     for name in args.timeline or ():

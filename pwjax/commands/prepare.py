@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-source", action="store_true", help="don't keep the bf16 experts that --method bf16 needs")
     add("--seed", type=int, help="of the synthetic part of the built-in calibration text")
     add("--calibration-sequences", type=int, default=128, metavar="N", help="at most so many windows (default 128)")
+    add("--loss-sequences", type=int, default=16, metavar="N", help="windows that losses are measured on (default 16)")
     add("--calibration-tokens", type=int, default=512, metavar="N", help="tokens of a window (default 512)")
 
 
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         keep_source=not args.no_source,
         calibration_sequences=args.calibration_sequences,
         calibration_tokens=args.calibration_tokens,
+        loss_sequences=args.loss_sequences,
         **({} if args.seed is None else {"seed": args.seed}),
     )
     return prepare(options)

@@ -63,7 +63,6 @@ def serve(
         llm.timeline.write(path)
     weights = [record.weight_bytes for record in llm.timeline]
     stats = llm.stats()
-    llm.close()
     return {
         **stats,
         "tokens_per_second": sum(len(output.token_ids) for output in outputs) / seconds,

@@ -41,24 +41,20 @@ class Accounting:
         self._on_record, self._timeline = on_record, timeline
         self._created_s = time.monotonic()
         self._started = False
+        self.compilations = CompilationCounter()  # of what runs inside `with accounting.compilations`
         self.peak_bytes = self.offloads = self.reloads = self.released_bytes = 0
         self.first_bits: float | None = None
         self.min_bits: float | None = None
 
     def start(self, built: BuiltEngine) -> None:
-        """Loading is over: from here on, compilations count and boundaries are recorded."""
+        """Loading is over: from here on, boundaries are recorded."""
         engine = built.engine
         self.fixed, self.budget_bytes, self.arena_bytes = built.fixed, built.budget_bytes, built.arena_bytes
         self.slot_bytes = engine.kv.geometry.slot_words * 4
         self.first_bits = self.min_bits = mean_bits(engine)
         free_bytes = engine.allocator.free_slots * self.slot_bytes
         self.peak_bytes = self.fixed.total_bytes + self.arena_bytes - free_bytes
-        self._compilations = CompilationCounter()
         self._started = True
-
-    def close(self) -> None:
-        """Stops counting compilations."""
-        self._compilations.close()
 
     def on_boundary(self, engine: Engine, report: BoundaryReport) -> None:
         """Records a boundary.
@@ -130,7 +126,7 @@ class Accounting:
             "max_running": engine.max_running,
             "steps": engine.steps,
             "tokens_generated": engine.tokens_generated,
-            "compilations_after_warmup": self._compilations.count,
+            "compilations_after_warmup": self.compilations.count,
         }
 
 

@@ -85,6 +85,8 @@ class _Builder:
         self.paged = config.method.name != "bf16"
         self.max_bits = self._max_bits()
         self.max_model_len = self._max_model_len()
+        chunk = min(config.prefill_chunk_tokens, self.max_model_len)  # longer chunks would only cost workspace
+        self.options = dataclasses.replace(config, prefill_chunk_tokens=chunk)
         self.geometry = model.geometry()
         self.kv = KVGeometry(
             num_layers=self.config.num_layers,
@@ -200,7 +202,9 @@ class _Builder:
             return dataclasses.replace(fixed, workspace_bytes=self._probe(compiler, slots)), slots
         memory.check_device_admits(budget - self.dense_bytes, self.device)
         fixed = dataclasses.replace(fixed, workspace_bytes=self._probe(compiler, PROBE_SLOTS))
-        return fixed, memory.arena_slots(budget, fixed, self.slot_bytes, self._least_slots())
+        slots = memory.arena_slots(budget, fixed, self.slot_bytes, self._least_slots())
+        # The budget is a cap: what could never be used is not taken.
+        return fixed, min(slots, max(self._useful_slots(), self._least_slots()))
 
     def _fixed(self, workspace_bytes: int) -> memory.FixedMemory:
         table_entries = int(np.prod(self.table.shape)) + self.table.num_linear_blocks
@@ -226,11 +230,13 @@ class _Builder:
             return memory.arena_slots(self.options.arena_bytes, None, self.slot_bytes, self._least_slots())
         if self.options.mean_bits is not None and self.paged:
             return 1 + self.precision.slots_for_mean(self.options.mean_bits) + self._set_aside_slots(0)
-        pages = self.precision.most_slots
-        all_kv = self.options.max_num_seqs * self._reserve_per_sequence()
-        wanted = 1 + pages + all_kv + self._watermark_slots(pages + all_kv)
         limit = (memory.CPU_DEFAULT_LIMIT_BYTES - fixed.total_bytes) // self.slot_bytes
-        return max(min(wanted, limit), self._least_slots())
+        return max(min(self._useful_slots(), limit), self._least_slots())
+
+    def _useful_slots(self) -> int:
+        """Slots of all pages, of the KV of all sequences at full length, and of the watermarks."""
+        used = self.precision.most_slots + self.options.max_num_seqs * self._reserve_per_sequence()
+        return memory.round_up_slots(1 + used + self._watermark_slots(used))
 
     def _reserve_per_sequence(self) -> int:
         return -(-self.max_model_len // self.options.block_size) * self.kv.block_slots

@@ -35,6 +35,8 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> Method:
+        if not isinstance(text, str):
+            raise UserError(f"method is {text!r}; it must be text such as 'pagedweight' or 'uniform:4'")
         match = re.fullmatch(r"(bf16|uniform|random|static|pagedweight)(?::([0-9.]+))?", text)
         try:
             name, bits = match[1], None if match[2] is None else float(match[2])  # type: ignore[index]
@@ -103,6 +105,11 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        whole = "max_num_seqs prefill_chunk_tokens block_size max_model_len max_bits seed arena_bytes".split()
+        for name in (*whole, "low_watermark_blocks", "high_watermark_blocks"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise UserError(f"{name} is {value!r}; it must be a whole number")
         for name in ("max_num_seqs", "prefill_chunk_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
@@ -110,6 +117,11 @@ class EngineConfig:
             raise UserError(f"--max-model-len is {self.max_model_len}; it must be at least 2")
         if sum(x is not None for x in (self.memory_budget_bytes, self.mean_bits, self.arena_bytes)) > 1:
             raise UserError("--memory-budget, --mean-bits and --arena all set the budget; give one of them")
+        takes_mean = self.method.name == "pagedweight" or str(self.method) == "static"
+        if self.mean_bits is not None and not takes_mean:
+            raise UserError(f"--mean-bits goes with --method pagedweight or static; {self.method} has its own bits")
+        if self.replay is not None and not self.method.moves_pages:
+            raise UserError(f"--replay goes with --method pagedweight; {self.method} moves no pages")
         if self.mean_bits is not None and not MIN_BITS <= self.mean_bits <= MAX_BITS:
             raise UserError(f"--mean-bits is {self.mean_bits}; it must lie between {MIN_BITS} and {MAX_BITS}")
         if self.max_bits is not None and not MIN_BITS <= self.max_bits <= MAX_BITS:

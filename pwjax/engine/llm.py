@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -45,7 +46,7 @@ class LLM:
         UserError: bad options, a damaged or unfinished store, a budget that is too small.
 
     Example:
-        llm = LLM("out/demo", memory_budget="24MiB")
+        llm = LLM("out/demo/model", memory_budget="24MiB")
         print(llm.generate(["The code of amber is"], SamplingParams(max_tokens=32))[0].text)
     """
 
@@ -111,7 +112,7 @@ class LLM:
         Raises:
             UserError: before anything runs, if any prompt can't be served.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
             prompts = [prompts]  # type: ignore[list-item]
         many = [params or SamplingParams()] * len(prompts) if not isinstance(params, (list, tuple)) else list(params)
         if len(many) != len(prompts):
@@ -232,7 +233,9 @@ class LLM:
 
     def _advance(self) -> None:
         """One boundary and one step; everybody's news to their inboxes."""
-        for progress in self.engine.step():
+        with self._accounting.compilations:
+            progresses = self.engine.step()
+        for progress in progresses:
             inbox = self._inboxes.get(progress.sequence.id)
             if inbox is not None:
                 inbox.append(self._event(progress))
@@ -277,7 +280,8 @@ class LLM:
         if not self.engine.scheduler.has_work:
             while self.engine.has_work:
                 self._advance()
-            self.engine.settle()
+            with self._accounting.compilations:
+                self.engine.settle()
 
     def _event(self, progress: Progress) -> StreamEvent:
         sequence = progress.sequence
@@ -322,7 +326,3 @@ class LLM:
             "max_model_len": built.max_model_len,
             **self._accounting.stats(self.engine),
         }
-
-    def close(self) -> None:
-        """Stops counting compilations. The device memory goes when the object does."""
-        self._accounting.close()

@@ -51,6 +51,13 @@ def round_slots(num_slots: int) -> int:
     return num_slots // grain * grain
 
 
+def round_up_slots(num_slots: int) -> int:
+    """The least number of slots of at least `num_slots` that `round_slots` keeps."""
+    while round_slots(num_slots) < num_slots:
+        num_slots += 1
+    return num_slots
+
+
 def arena_slots(budget_bytes: int, fixed: FixedMemory | None, slot_bytes: int, least_slots: int) -> int:
     """Slots of the arena under a budget; with `fixed` None, the budget is the arena's own (`--arena`).
 
@@ -61,14 +68,12 @@ def arena_slots(budget_bytes: int, fixed: FixedMemory | None, slot_bytes: int, l
     slots = round_slots(max((budget_bytes - fixed_bytes) // slot_bytes, 0))
     if slots < least_slots:
         # The rounding must not turn the figure that the message names into one that fails again.
-        needed_slots = least_slots
-        while round_slots(needed_slots) < least_slots:
-            needed_slots += 1
-        arena_bytes = needed_slots * slot_bytes
+        arena_bytes = round_up_slots(least_slots) * slot_bytes
         parts = f" ({fixed} + arena {arena_bytes})" if fixed else ""
         raise UserError(
             f"{'--memory-budget' if fixed else '--arena'} {budget_bytes} is too small: {fixed_bytes + arena_bytes} "
-            f"bytes are needed{parts}; raise it, or lower --max-model-len, --max-num-seqs, or the bits of the method"
+            f"bytes are needed{parts}; raise it, or lower --max-model-len, --max-num-seqs, the watermarks, or the bits "
+            "of the method"
         )
     return slots
 

@@ -34,6 +34,7 @@ class Replay:
             moves = [(m["index"], m["from"], m["to"], m["reason"]) for m in record.moves]
             self._moves.setdefault(record.boundary, []).extend(moves)
         self._planned: list[_Move] = []
+        self._last = max(self._moves, default=0)
 
     def recorded(self, boundary: int) -> bool:
         """Whether the earlier run had this boundary; it does not record an idle one at which nothing happened."""
@@ -46,10 +47,21 @@ class Replay:
         self._planned = moves[first:]
         return self._carry_out(moves[:first], boundary, table, mover)
 
-    def plan(self, boundary: int, table: WeightPageTable, mover: Mover) -> list[Commit]:
+    def plan(self, boundary: int, table: WeightPageTable, mover: Mover, *, idle: bool = False) -> list[Commit]:
         """The rest of the boundary's moves, when first called."""
+        if boundary > self._last and not idle:
+            self._refuse(boundary, "the recorded run was over")
         moves, self._planned = self._planned, []
         return self._carry_out(moves, boundary, table, mover)
+
+    def check_finished(self, boundary: int) -> None:
+        """After a run of `boundary` boundaries.
+
+        Raises:
+            UserError: the recorded run went on, and moved pages.
+        """
+        if any(moves for later, moves in self._moves.items() if later > boundary):
+            self._refuse(boundary, "this run is over and the recorded one was not")
 
     def _carry_out(self, moves: list[_Move], boundary: int, table: WeightPageTable, mover: Mover) -> list[Commit]:
         commits: list[Commit] = []
@@ -65,6 +77,7 @@ class Replay:
             if falls:
                 commits += mover.lower(steps)
                 continue
+            mover.exchanged_bits += sum(to - was for _, was, to, why in reached.values() if why == "exchange")
             try:
                 mover.request_raise(steps)
             except MemoryError as error:

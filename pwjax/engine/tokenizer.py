@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import numbers
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,12 @@ class Tokenizer:
         Raises:
             UserError: an empty prompt where no BOS is defined, or an id outside the model's vocabulary.
         """
-        ids = self.encode(prompt) if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
+        if isinstance(prompt, str):
+            ids = self.encode(prompt)
+        elif isinstance(prompt, Iterable) and all(isinstance(token_id, numbers.Integral) for token_id in prompt):
+            ids = [int(token_id) for token_id in prompt]
+        else:
+            raise UserError("a prompt must be text or a list of integer token ids")
         if not ids and self.bos_id is not None:
             ids = [self.bos_id]
         if not ids:

@@ -99,6 +99,11 @@ class WeightManager:
             return not self._replay.recorded(self.boundary)
         return not self.mover.pages_in_flight
 
+    def check_replay_finished(self) -> None:
+        """After the last request of a replayed run: raises UserError if the recorded run went on."""
+        if self._replay is not None:
+            self._replay.check_finished(self.boundary)
+
     def issue(self) -> None:
         self.mover.issue()
 
@@ -121,7 +126,7 @@ class WeightManager:
             requests: routing mass (None before the first reading) and KV blocks of every running request.
         """
         if self._replay is not None:
-            return self._replay.plan(self.boundary, self.table, self.mover)
+            return self._replay.plan(self.boundary, self.table, self.mover, idle=force)
         if not self._moves_pages:
             return []
         observation = self._observe(free_slots, growth_slots, requests)

@@ -117,7 +117,3 @@ class DeviceTables:
             where[: len(indices[part])] = indices[part]
             new[: len(values[part])] = values[part]
             self.state.bits = self._set_bits(self.state.bits, where, new)
-
-    @property
-    def tables_nbytes(self) -> int:
-        return self.state.slot_table.nbytes + self.state.bits.nbytes

@@ -68,16 +68,12 @@ def sizes(prepared) -> Callable[[str], Sizes]:
 @pytest.fixture
 def build(prepared, sizes) -> Callable[..., LLM]:
     """`build(family, arena="tight" | "roomy", **options)`: a fresh engine."""
-    made: list[LLM] = []
 
     def make(family: str = "qwen2_moe", arena: str = "tight", **options: Any) -> LLM:
         size = {"tight": sizes(family).tight_bytes, "roomy": sizes(family).roomy_bytes}[arena]()
-        made.append(LLM(prepared(family).path, arena_bytes=size, **{**COMMON, **options}))
-        return made[-1]
+        return LLM(prepared(family).path, arena_bytes=size, **{**COMMON, **options})
 
-    yield make
-    for llm in made:
-        llm.close()
+    return make
 
 
 @pytest.fixture(scope="session")

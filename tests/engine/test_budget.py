@@ -100,9 +100,35 @@ def test_replay_of_another_run_is_refused(build, tmp_path):
     original = build(keep_timeline=True)
     original.generate(PROMPTS, GREEDY)
     original.timeline.write(file)
-    other = build(replay=str(file), method="static:4")
+    other = build(replay=str(file), max_bits=4)
     with pytest.raises(UserError, match=r"--replay .*run.jsonl: at boundary \d+ linear-block \d+ has"):
         other.generate(PROMPTS, GREEDY)
+
+
+def test_a_replayed_run_that_ends_early_or_late_is_refused(build, tmp_path):
+    file = tmp_path / "run.jsonl"
+    original = build(keep_timeline=True, exchange=False)
+    original.generate(PROMPTS, GREEDY)
+    original.timeline.write(file)
+    short = build(replay=str(file), exchange=False)
+    short.generate(PROMPTS[0], SamplingParams(max_tokens=1))
+    with pytest.raises(UserError, match="this run is over and the recorded one was not"):
+        short.engine.weights.check_replay_finished()
+    late = build(replay=str(file), exchange=False)
+    late.generate(PROMPTS, GREEDY)
+    late.engine.weights.check_replay_finished()
+    with pytest.raises(UserError, match="the recorded run was over"):
+        late.generate(PROMPTS, GREEDY)
+
+
+def test_a_budget_is_a_cap(prepared, sizes):
+    """A budget far beyond all pages and all KV allocates no more than those."""
+    llm = LLM(prepared("qwen2_moe").path, memory_budget="1TiB", **COMMON)
+    stats, size = llm.stats(), sizes("qwen2_moe")
+    useful = size.weights[6] + COMMON["max_num_seqs"] * size.sequence(COMMON["max_model_len"])
+    assert useful * size.slot_bytes <= stats["memory_parts"]["arena_bytes"] < 2 * useful * size.slot_bytes
+    assert stats["memory_budget_bytes"] == 2**40
+    assert stats["mean_bits_first"] == 6
 
 
 def test_reserved_kv_holds_the_precision(build):
@@ -153,4 +179,3 @@ def test_too_small_budgets_are_refused_with_one_that_does(prepared):
     llm = LLM(path, memory_budget=needed, **options)
     assert llm.stats()["reserved_bytes"] <= llm.stats()["memory_budget_bytes"] == needed
     assert len(llm.generate(prompt(0, 16), SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids) == 8
-    llm.close()

@@ -43,7 +43,6 @@ def test_device_memory_goes_with_the_object(prepared, sizes):
     """At once, not when the garbage collector next looks for cycles: another engine may want the memory."""
     llm = LLM(prepared("qwen2_moe").path, arena_bytes=sizes("qwen2_moe").tight_bytes(), **COMMON)
     llm.generate(prompt(0, 20), PARAMS)
-    llm.close()
     shape = llm.engine.runner.weights.arena.shape
     gc.collect()
     before = sum(array.shape == shape for array in jax.live_arrays())

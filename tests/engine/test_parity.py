@@ -60,7 +60,6 @@ def test_scores_match_in_float32(store, name, seed, chunk):
         assert nats.dtype == np.float32 and nats.shape == (len(window) - 1,)
         np.testing.assert_allclose(nats, expected, rtol=1e-4, atol=1e-4)
     assert llm.stats()["compilations_after_warmup"] == 0
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
@@ -71,7 +70,6 @@ def test_scores_match_with_a_bfloat16_cache(store, name):
     for window, nats in zip(windows(), scores, strict=True):
         expected, _ = hf_run(model.reference, tuple(window))
         assert np.abs(nats - expected).mean() <= 5e-3 * np.abs(expected).mean()
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen2_moe-60", "mixtral"])
@@ -97,7 +95,6 @@ def test_routing_mass_is_equation_1(store, name):
     llm.score([windows()[2]])
     again = np.asarray(llm.engine.runner.snapshot_mass())
     assert again[0].sum() < found[0].sum() / 4
-    llm.close()
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
@@ -112,4 +109,3 @@ def test_greedy_text_matches(store, name):
             with torch.no_grad():
                 tokens.append(int(model.reference(torch.tensor([tokens])).logits[0, -1].argmax()))
         assert list(output.token_ids) == tokens[len(ids) :]
-    llm.close()

@@ -22,6 +22,27 @@ def llm(shared):
     assert_idle(engine)
 
 
+def test_prompts_of_integers_of_any_kind(llm):
+    wanted = llm.generate([1, 2, 3], params(4))[0].token_ids
+    for ids in (np.array([1, 2, 3]), [np.int64(1), np.int64(2), np.int64(3)], [[1, 2, 3]], [np.array([1, 2, 3])]):
+        assert llm.generate(ids, params(4))[0].token_ids == wanted
+    for bad in ([[1.5]], [[None]], [5.0]):
+        with pytest.raises(UserError, match="must be text or a list of integer token ids"):
+            llm.generate(bad, params(4))
+
+
+def test_a_second_engine_does_not_spoil_the_count_of_compilations(build, shared):
+    first = shared(method="uniform:6")
+    build(method="uniform:4", prefill_chunk_tokens=24)
+    first.generate(prompt(0, 17), params(2))
+    assert first.stats()["compilations_after_warmup"] == 0
+
+
+def test_a_chunk_longer_than_any_sequence_costs_no_workspace(build, shared):
+    long = build(method="uniform:6", prefill_chunk_tokens=10**6)
+    assert max(shape.tokens for shape in long.engine.runner._steps) == MAX_MODEL_LEN
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_few_tokens(llm, tokens):
     output = llm.generate(prompt(0, 17), params(tokens))[0]
