@@ -51,11 +51,6 @@ class KVGeometry:
     def block_slots(self) -> int:
         return -(-self.block_words // self.slot_words)
 
-    @property
-    def block_bytes(self) -> int:
-        """B_KV of equation 7: bytes of the slots of one block, as allocated."""
-        return self.block_slots * self.slot_words * 4
-
     def row_offset_words(self, layer: int, is_value: int) -> int:
         """Word of a block at which the rows of `layer` start; token `t` of the block is `t * row_words` further."""
         return (layer * 2 + is_value) * self.block_size * self.row_words

@@ -154,7 +154,7 @@ def default_policy() -> Policy:
         depth_caps=(5, 4, 3, 2, 2),
         alpha=1.0,
         epsilon=1e-9,
-        exchange_gain=0.2,
+        exchange_gain=0.5,
         exchange_moves=32,
         exchange_min_mass=32.0,
         multiplier_mass=16.0,
