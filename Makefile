@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu clean
 
 demo: $(VENV)/installed-demo
 	$(BIN)/pwjax demo --out out/demo
@@ -13,6 +13,14 @@ test: $(VENV)/installed-test
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
+
+# On a machine with an NVIDIA GPU, in an environment that has JAX for it (PYTHON=python3): all tests with the Triton
+# kernels, then the serving scenes with another process holding the rest of the card.
+gpu:
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q
+	$(PYTHON) scripts/check_kernels.py
+	test -f out/demo/model/manifest.json || $(PYTHON) -m pwjax.cli prepare checkpoints/demo-moe out/demo/model
+	$(PYTHON) scripts/reproduce_serving.py out/demo/model --fill-card
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
