@@ -174,8 +174,7 @@ def test_updates_do_not_compile():
     from pwjax.engine.compilations import CompilationCounter
 
     rig = Rig()
-    counter = CompilationCounter()
-    try:
+    with CompilationCounter() as counter:
         rig.load(8)
         rig.mover.lower([(i, 3, "offload") for i in range(NUM_BLOCKS)])
         rig.mover.request_raise([(0, 4, "reload")])
@@ -183,5 +182,3 @@ def test_updates_do_not_compile():
         assert counter.count == 0
         jax.jit(lambda x: x + 1)(np.zeros(7))
         assert counter.count == 1  # the counter counts
-    finally:
-        counter.close()
