@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.api import paged_attention, write_kv
 from pallas_kernels.paged_attention.layout import KVGeometry
 from pallas_kernels.platform import Implementation
 from pwjax.config import ModelConfig
-from pwjax.engine.sampler import sample
+from pwjax.engine.sampler import sample, token_nats
 from pwjax.models import merge
 
 # Columns of `StepInputs.sequences`.
@@ -212,9 +212,5 @@ def _score(model, x: jax.Array, targets: jax.Array) -> jax.Array:
     hidden = jnp.pad(x.reshape(count, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
     wanted = jnp.pad(targets.reshape(count), (0, padding)).reshape(-1, chunk)
 
-    def nats(pair):
-        h, t = pair
-        logits = model.logits(h)
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, t[:, None], axis=-1)[:, 0]
-
-    return jax.lax.map(nats, (hidden, wanted)).reshape(-1)[:count].reshape(sequences, tokens)
+    nats = jax.lax.map(lambda pair: token_nats(model.logits(pair[0]), pair[1]), (hidden, wanted))
+    return nats.reshape(-1)[:count].reshape(sequences, tokens)
