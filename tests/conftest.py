@@ -1,5 +1,6 @@
 """What all tests share: a compilation cache for the session, GPU tests skipped elsewhere, prepared tiny models."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Equal engines compile once a session."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    """Equal engines compile once a session; parallel workers share what `JAX_COMPILATION_CACHE_DIR` names."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(tmp_path_factory.mktemp("xla"))
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
