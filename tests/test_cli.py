@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import jax
 import pytest
 
 from pwjax.cli import main
@@ -86,7 +87,11 @@ def run_json(capsys, *argv: str) -> dict:
         (["generate", "STORE", "--prompt", "a", "--timeline", "a.gif"], "must end in .png or .jsonl"),
         (["generate", "STORE", "--prompt", "a", "--timeline", "no/a.png"], "--timeline"),
         (["generate", "STORE", "--prompt", "a", "--replay", "no.jsonl"], "no.jsonl"),
-        (["generate", "STORE", "--prompt", "a", "--implementation", "triton"], "triton"),
+        pytest.param(
+            ["generate", "STORE", "--prompt", "a", "--implementation", "triton"],
+            "triton",
+            marks=pytest.mark.skipif(jax.default_backend() == "gpu", reason="Triton is there"),
+        ),
         (["generate", "STORE", "--prompt", "a", "--low-watermark-blocks", "-1"], "at least 0"),
         (["generate", "STORE", "--prompt", "a", "--method", "bf16", "--mean-bits", "4"], "--mean-bits goes with"),
         (["generate", "STORE", "--prompt", "a", "--method", "uniform:6", "--mean-bits", "4"], "--mean-bits goes with"),

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from packaging.version import Version
 
 from tests.checkpoints.hf_folders import QWEN2_MOE, expert_tensors, tensors, write_folder
 
@@ -54,6 +56,10 @@ print(json.dumps(peaks))
 """
 
 
+@pytest.mark.skipif(
+    Version(version("orbax-checkpoint")) < Version("0.12.8"),
+    reason="older releases than pyproject.toml admits copy host arrays before they save them",
+)
 @pytest.mark.parametrize("layout", ["hub", "fused"])
 def test_peak_of_a_layer(tmp_path, layout):
     config = QWEN2_MOE | {"num_experts": EXPERTS, "moe_intermediate_size": INNER, "hidden_size": HIDDEN}
