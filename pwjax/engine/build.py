@@ -6,17 +6,20 @@ Order matters for the budget: what is fixed is measured before the arena is size
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.store import PreparedModel
+from checkpoints.manifest import Manifest
+from pallas_kernels.bitplane_moe.layout import MoEGeometry
 from pallas_kernels.paged_attention.layout import KVGeometry
 from pallas_kernels.platform import Implementation, resolve_implementation
 from pwjax import planner
+from pwjax.config import ModelConfig
 from pwjax.engine import memory
 from pwjax.engine.config import EngineConfig
 from pwjax.engine.core import BoundaryReport, Engine
@@ -41,6 +44,27 @@ BATCHES_IN_FLIGHT = 2
 PROBE_SLOTS = 4096  # arena of the trial compilation that measures the workspace, which does not depend on its size
 
 
+class ModelSource(Protocol):
+    """What an engine needs of a model: `checkpoints.store.PreparedModel`, or one made in memory.
+
+    One that keeps its pages in its own way has an attribute `host_store`, used in place of `HostStore`.
+    """
+
+    path: Path
+    manifest: Manifest
+    config: ModelConfig
+
+    def geometry(self) -> MoEGeometry: ...
+
+    def iter_dense(self) -> Iterable[tuple[str, Any]]: ...
+
+    def load_layer(self, layer: int) -> dict[str, dict[int, np.ndarray]]: ...
+
+    def load_source(self, layer: int) -> tuple[Any, Any]: ...
+
+    def tables(self) -> dict[str, np.ndarray]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class BuiltEngine:
     """An engine and what it was built with."""
@@ -56,7 +80,7 @@ class BuiltEngine:
 
 
 def build_engine(
-    model: PreparedModel,
+    model: ModelSource,
     config: EngineConfig,
     on_boundary: Callable[[Engine, BoundaryReport], None],
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -74,7 +98,7 @@ def build_engine(
 
 
 class _Builder:
-    def __init__(self, model: PreparedModel, config: EngineConfig, on_boundary, progress) -> None:
+    def __init__(self, model: ModelSource, config: EngineConfig, on_boundary, progress) -> None:
         self.model, self.options, self.on_boundary, self.progress = model, config, on_boundary, progress
         self.config = model.config
         self.device = jax.devices()[0]
@@ -275,7 +299,8 @@ class _Builder:
     ) -> WeightManager:
         layers = self.config.num_moe_layers
         report = lambda done: self.progress("weight pages", done, layers)  # noqa: E731
-        store = HostStore(
+        make_store = getattr(self.model, "host_store", HostStore)
+        store = make_store(
             self.model, self.geometry, self.shape, self.staging, self.device, self.max_bits, progress=report
         )
         store.compile()

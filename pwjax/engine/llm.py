@@ -16,7 +16,7 @@ import numpy as np
 from checkpoints.store import PreparedModel
 from pwjax.cli_common import parse_bytes
 from pwjax.engine.accounting import Accounting, mean_bits
-from pwjax.engine.build import BuiltEngine, build_engine
+from pwjax.engine.build import BuiltEngine, ModelSource, build_engine
 from pwjax.engine.config import EngineConfig, Method
 from pwjax.engine.core import Progress
 from pwjax.engine.detokenizer import OutputStream
@@ -34,7 +34,7 @@ class LLM:
     """A prepared model, ready to generate under a memory budget.
 
     Args:
-        path: folder that `pwjax prepare` made.
+        path: folder that `pwjax prepare` made, or a model that is in memory and has its own `tokenizer`.
         memory_budget: bytes, or a size such as "12GiB": device memory for everything.
         method: "pagedweight", "bf16", "uniform:4", "random:3.5", "static" or "static:4".
         on_record: called with a `BoundaryRecord` after every boundary.
@@ -52,7 +52,7 @@ class LLM:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | ModelSource,
         *,
         memory_budget: int | str | None = None,
         method: str = "pagedweight",
@@ -65,11 +65,7 @@ class LLM:
         self.config = EngineConfig(memory_budget_bytes=budget, method=Method.parse(method), **options)
         self.timeline = Timeline() if keep_timeline else None
         self._accounting = Accounting(on_record, self.timeline)
-        self.model = PreparedModel(path)
-        model_config = self.model.config
-        self.tokenizer = Tokenizer.from_folder(
-            self.model.tokenizer_path, vocab_size=model_config.vocab_size, config_eos_ids=model_config.eos_token_ids
-        )
+        self.model, self.tokenizer = _open_model(path)
         self._next_id = 0
         self.score_mean_bits: float | None = None  # mean bits over the tokens of the last `score`
         self._open: dict[int, Sequence] = {}  # requests of `add_request` that have not finished
@@ -326,3 +322,14 @@ class LLM:
             "max_model_len": built.max_model_len,
             **self._accounting.stats(self.engine),
         }
+
+
+def _open_model(source: str | Path | ModelSource) -> tuple[ModelSource, Any]:
+    """The model and its tokenizer."""
+    if not isinstance(source, (str, Path)):
+        return source, source.tokenizer  # type: ignore[attr-defined]
+    model = PreparedModel(source)
+    tokenizer = Tokenizer.from_folder(
+        model.tokenizer_path, vocab_size=model.config.vocab_size, config_eos_ids=model.config.eos_token_ids
+    )
+    return model, tokenizer

@@ -1,0 +1,1 @@
+"""Benchmarks behind `pwjax bench`: random models at real geometry, floors, and timing."""
