@@ -19,6 +19,7 @@ COMMANDS = {
     "inspect": ("pwjax.commands.inspect", "describe a prepared model"),
     "generate": ("pwjax.commands.generate", "generate text under a memory budget"),
     "eval": ("pwjax.commands.evaluate", "measure quality through the serving engine"),
+    "bench": ("pwjax.commands.bench", "measure speed on this device, with random weights at real geometry"),
     "demo": (
         "pwjax.commands.demo",
         "prepare the embedded model, serve it under a tight budget, and show what happened",

@@ -6,6 +6,7 @@ Order matters for the budget: what is fixed is measured before the arena is size
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,6 +78,7 @@ class BuiltEngine:
     implementation: str
     max_model_len: int
     least_weight_slots: int
+    compile_seconds: float  # tracing, compiling and first runs of all step shapes
 
 
 def build_engine(
@@ -162,13 +164,17 @@ class _Builder:
             self.config, self.definition, self.geometry if self.paged else None, self.kv, self.implementation
         )
         compiler = StepCompiler(spec, self.params, self.experts, self.table.shape, self.tables)
+        started_s = time.monotonic()
         fixed, num_slots = self._size_arena(compiler)
+        compile_seconds = time.monotonic() - started_s
         bits = self.precision.at_load(num_slots - 1 - self._set_aside_slots(num_slots))
         memory.check_device_admits(num_slots * self.slot_bytes, self.device)
 
         allocator = SlotAllocator(num_slots)
         device = DeviceTables(num_slots, self.kv.slot_words, self.table.shape, self.staging, self.device)
+        started_s = time.monotonic()
         runner = Runner(compiler, self.params, self.experts, device.state, self.tables, self.options.step_shapes)
+        compile_seconds += time.monotonic() - started_s
         fixed = dataclasses.replace(fixed, workspace_bytes=max(fixed.workspace_bytes, runner.workspace_bytes))
         kv_table = KVBlockTable(self.kv, allocator, rows, self.max_model_len)
         weights = self._weights(allocator, device, bits, num_slots) if self.paged else None
@@ -192,6 +198,7 @@ class _Builder:
             implementation=self.implementation,
             max_model_len=self.max_model_len,
             least_weight_slots=self.precision.least_slots,
+            compile_seconds=compile_seconds,
         )
 
     # Weights outside the arena.

@@ -1,0 +1,143 @@
+"""`pwjax bench WHAT`: speed on this device, with random weights at real geometry."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the benches and their options."""
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name, (text, add_options, _) in _BENCHES.items():
+        bench = benches.add_parser(name, help=text, description=text)
+        add_options(bench)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs one bench: `rows` of figures and what they were measured with."""
+    import jax
+
+    figures = _BENCHES[args.bench][2](args)
+    device = jax.devices()[0].device_kind
+    return {"bench": args.bench, "device": device, "invocation": shlex.join(sys.argv), **figures}
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--geometry", default="qwen1.5-moe", metavar="NAME", help="qwen1.5-moe (default), mixtral or tiny")
+    add("--layers", type=int, metavar="N", help="only so many layers")
+    add("--method", default="uniform:4", help="as for generate (default uniform:4)")
+    add(
+        "--max-bits",
+        type=int,
+        metavar="BITS",
+        help="highest precision made and served (default: what the method needs)",
+    )
+    add("--lut-rows", type=int, default=1, choices=(1, 32), help="rows that share a lookup table (default 1)")
+    add("--implementation", default="auto", choices=("auto", "triton", "xla"), help="of the kernels; no fallback")
+    add("--seed", type=int, default=0, help="of weights, prompts and random:<mean>")
+
+
+def _make_llm(args: argparse.Namespace, **options: Any) -> Any:
+    """The `LLM` of a random model."""
+    from pwjax.bench.geometries import model_config
+    from pwjax.bench.synthetic import SyntheticModel
+    from pwjax.engine.config import Method
+    from pwjax.engine.llm import LLM
+
+    method = Method.parse(args.method)
+    needed = int(method.bits or 0) if method.name == "uniform" else 8
+    max_bits = args.max_bits or (3 if method.name == "bf16" else needed)
+    config = model_config(args.geometry, args.layers)
+    model = SyntheticModel(config, max_bits=max_bits, lut_rows=args.lut_rows, seed=args.seed)
+    common = dict(method=args.method, implementation=args.implementation, seed=args.seed)
+    return LLM(model, **common, **options)
+
+
+# decode
+
+
+def _add_decode_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_options(parser)
+    add = parser.add_argument
+    add("--batch", type=_counts, default=(1, 4, 16, 64), metavar="N,N..", help="sequences (default 1,4,16,64)")
+    add("--context", type=_count, default=2048, metavar="TOKENS", help="of every sequence (default 2048)")
+    add("--steps", type=_count, default=64, metavar="N", help="measured steps a batch (default 64)")
+
+
+def _decode(args: argparse.Namespace) -> dict[str, Any]:
+    from pwjax.bench.decode import run_decode
+
+    llm, figures = run_decode(
+        lambda **options: _make_llm(args, **options),
+        batches=args.batch,
+        context=args.context,
+        steps=args.steps,
+        seed=args.seed,
+    )
+    stats = llm.stats()
+    columns = (
+        "batch bits context tokens_per_second step_ms device_step_ms floor_ms floor_share device_floor_share launches"
+    )
+    _show(figures["rows"], columns.split())
+    measured = stats["measured_bytes_peak"]
+    _say(
+        f"{args.method}: cold start {figures['cold_start_seconds']:.1f} s, copy rate "
+        f"{figures['copy_bytes_per_second'] / 1e12:.2f} TB/s, memory {stats['reserved_bytes'] / 1e9:.2f} GB accounted"
+        + ("" if measured is None else f", {measured / 1e9:.2f} GB measured")
+    )
+    memory = None if measured is None else measured / stats["reserved_bytes"]
+    return {**stats, **_model_fields(args), **figures, "memory_measured_over_accounted": memory}
+
+
+def _model_fields(args: argparse.Namespace) -> dict[str, Any]:
+    return {"geometry": args.geometry, "layers": args.layers, "lut_rows": args.lut_rows}
+
+
+# What all share.
+
+
+def _count(text: str) -> int:
+    """A whole number from 1, as the `type` of an option."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """`1,4,16`."""
+    return tuple(_count(part) for part in text.split(","))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """A table for people."""
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for line in (columns, *cells):
+        _say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float) and abs(value) < 1e4
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+_Bench = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], dict[str, Any]]]
+_BENCHES: dict[str, _Bench] = {
+    "decode": ("decode steps through the serving engine", _add_decode_options, _decode),
+}
