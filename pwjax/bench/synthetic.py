@@ -19,14 +19,15 @@ import numpy as np
 
 from checkpoints.manifest import Manifest
 from checkpoints.store import moe_geometry
-from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, MIN_BITS, BlockLayout, MoEGeometry, pack_page
+from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, MIN_BITS, BlockLayout, MoEGeometry
 from pwjax.anyprec.choices import choose_slot_words
+from pwjax.bench.blocks import RandomBlocks
 from pwjax.config import ModelConfig
 from pwjax.errors import UserError
 from pwjax.models.loading import dense_weight_shapes
 from pwjax.paging.host_store import UNIT_NAMES, HostStore, Kind
 
-DISTINCT_EXPERTS = 4  # different pages of a unit; experts above repeat them
+DISTINCT_WEIGHTS = 2**25  # of all linear-blocks of a unit that are drawn on their own; the others repeat them
 
 
 class IdTokenizer:
@@ -133,9 +134,9 @@ class SyntheticModel:
 
     def _pages(self, layout: BlockLayout, unit: str) -> dict[int, np.ndarray]:
         rng = np.random.default_rng([self._seed, UNIT_NAMES.index(unit)])
-        count = min(DISTINCT_EXPERTS, self.config.num_experts)
+        count = min(distinct_blocks(layout), self.config.num_experts)
         copies = np.arange(self.config.num_experts) % count
-        pages = random_pages(rng, layout, count, self.manifest.page_bits)
+        pages = RandomBlocks.draw(rng, layout, count, self.manifest.page_bits).pages()
         return {bits: page[copies] for bits, page in pages.items()}
 
     def _key(self, name: str) -> jax.Array:
@@ -152,19 +153,9 @@ class SyntheticModel:
         return shape[-1] ** -0.5 * ((2 * self.config.num_layers) ** -0.5 if adds else 1.0)
 
 
-def random_pages(rng: np.random.Generator, layout: BlockLayout, count: int, max_bits: int) -> dict[int, np.ndarray]:
-    """Pages 3..max_bits of `count` linear-blocks: random indices, sorted tables near N(0, 1), weights near N(0, 1/K).
-
-    Returns:
-        uint32 `[count, page_slots(b) * slot_words]` by b.
-    """
-    indices = rng.integers(0, 256, (count, layout.rows, layout.cols), np.uint8)
-    scale = (rng.uniform(0.8, 1.2, (count, layout.rows)) * layout.cols**-0.5).astype(np.float32)
-    pages = {}
-    for bits in range(MIN_BITS, max_bits + 1):
-        lut = np.sort(rng.standard_normal((count, layout.groups, 2**bits), np.float32), axis=-1).astype(np.float16)
-        pages[bits] = pack_page(layout, bits, indices, lut, scale)
-    return pages
+def distinct_blocks(layout: BlockLayout) -> int:
+    """How many linear-blocks of a unit are worth drawing on their own."""
+    return max(1, DISTINCT_WEIGHTS // (layout.rows * layout.cols))
 
 
 @functools.partial(jax.jit, static_argnums=1)

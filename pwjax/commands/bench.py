@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pwjax.errors import UserError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benches and their options."""
@@ -98,7 +100,63 @@ def _model_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {"geometry": args.geometry, "layers": args.layers, "lut_rows": args.lut_rows}
 
 
+# moe
+
+
+def _add_moe_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--geometry", default="qwen1.5-moe", metavar="NAME", help="whose layer: qwen1.5-moe (default), mixtral or tiny")
+    add("--rows", type=_count, metavar="N", help="with --cols: one matrix [N, K] in place of a layer")
+    add("--cols", type=_count, metavar="K")
+    add("--bits", type=_bits, default=(3, 4), metavar="B,B..", help="3 to 8, and for a layer mixed (default 3,4)")
+    add("--tokens", type=_counts, default=(1, 4, 8), metavar="N,N..", help="activations (default 1,4,8)")
+    add("--lut-rows", type=int, default=1, choices=(1, 32), help="rows that share a lookup table (default 1)")
+    add(
+        "--instructions",
+        type=float,
+        default=3.3,
+        metavar="N",
+        help="integer instructions a decoded weight, for the floor",
+    )
+    add("--implementation", default="auto", choices=("auto", "triton", "xla"), help="of the kernel; no fallback")
+    add("--seed", type=int, default=0)
+
+
+def _moe(args: argparse.Namespace) -> dict[str, Any]:
+    if (args.rows is None) != (args.cols is None):
+        raise UserError("--rows and --cols go together; without them a whole layer is measured")
+    if args.rows is not None and "mixed" in args.bits:
+        raise UserError("--bits mixed goes with a whole layer; one matrix has one width")
+    from pwjax.bench.geometries import model_config
+    from pwjax.bench.moe import Ceilings, bench_layer, bench_matmul
+    from pwjax.bench.timing import copy_bytes_per_second, matmul_flops_per_second
+
+    config = model_config(args.geometry)
+    ceilings = Ceilings(copy_bytes_per_second(), matmul_flops_per_second(), args.instructions)
+    names = ("bits", "tokens", "lut_rows", "implementation", "seed")
+    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"ceilings": ceilings}
+    if args.rows is None:
+        rows = list(bench_layer(config, **options))
+    else:
+        rows = list(bench_matmul(args.rows, args.cols, **options))
+    columns = (
+        "bits tokens microseconds gigabytes_per_second floor_share bytes_floor_us flop_floor_us instruction_floor_us "
+        "error failure"
+    )
+    _show(rows, columns.split())
+    what = {"geometry": args.geometry} if args.rows is None else {}
+    return {**what, "ceilings": ceilings, "rows": rows}
+
+
 # What all share.
+
+
+def _bits(text: str) -> tuple[int | str, ...]:
+    """`3,4,mixed`."""
+    parts = text.split(",")
+    if any(part != "mixed" and part not in "345678" for part in parts) or "" in parts:
+        raise argparse.ArgumentTypeError(f"{text!r}: bits are 3 to 8 or mixed, as in 3,4,mixed")
+    return tuple(part if part == "mixed" else int(part) for part in parts)
 
 
 def _count(text: str) -> int:
@@ -140,4 +198,5 @@ def _cell(value: Any) -> str:
 _Bench = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], dict[str, Any]]]
 _BENCHES: dict[str, _Bench] = {
     "decode": ("decode steps through the serving engine", _add_decode_options, _decode),
+    "moe": ("the routed experts' kernel on its own", _add_moe_options, _moe),
 }

@@ -1,0 +1,282 @@
+"""`bitplane_moe` on its own: one matrix, or all of a layer, over pages that are new to the cache at every call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.manifest import UNITS
+from checkpoints.store import moe_geometry
+from pallas_kernels.bitplane_moe import reference
+from pallas_kernels.bitplane_moe.api import bitplane_moe, resolve_implementation
+from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS, BlockLayout
+from pallas_kernels.platform import Implementation
+from pwjax.anyprec.choices import choose_slot_words
+from pwjax.bench import floors
+from pwjax.bench.blocks import RandomBlocks, scattered
+from pwjax.bench.synthetic import distinct_blocks
+from pwjax.bench.timing import median_seconds, on_gpu
+from pwjax.config import ModelConfig
+from pwjax.errors import UserError
+
+L2_BYTES = 60 * 10**6  # H200; a multiple of it is harmless elsewhere
+DISTINCT_L2 = 4  # bytes that are read before any is read again, in caches
+MAX_CALLS = 64  # more take long to compile
+MATMUL_SLOT_WORDS = 8192
+INTEGER_INSTRUCTIONS_PER_SECOND = 16.7e12  # of an H200: 64 lanes a clock an SM
+TOLERANCE = 2**-8  # largest error over the largest value, with bfloat16 activations
+Bits = int | Literal["mixed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What this device can do: measured rates, and integer instructions a decoded weight."""
+
+    copy_bytes_per_second: float
+    matmul_flops_per_second: float
+    instructions_per_weight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one call must do."""
+
+    bytes: float
+    flops: float
+    decoded_weights: float
+
+    def floors(self, ceilings: Ceilings) -> dict[str, float | None]:
+        """Microseconds that the call takes at least, by what binds."""
+        instructions = self.decoded_weights * ceilings.instructions_per_weight
+        return {
+            "bytes_floor_us": 1e6 * self.bytes / ceilings.copy_bytes_per_second,
+            "flop_floor_us": 1e6 * self.flops / ceilings.matmul_flops_per_second,
+            "instruction_floor_us": 1e6 * instructions / INTEGER_INSTRUCTIONS_PER_SECOND if on_gpu() else None,
+        }
+
+
+def distinct_calls(bytes_a_call: float, *, least: int) -> int:
+    """Calls on pages of their own that one timed function holds, so that caches are of no use."""
+    most = MAX_CALLS if on_gpu() else least  # elsewhere nobody asks how fast it is
+    return min(max(least, math.ceil(DISTINCT_L2 * L2_BYTES / bytes_a_call)), most)
+
+
+def bench_matmul(
+    rows: int,
+    cols: int,
+    *,
+    bits: Iterable[int],
+    tokens: Iterable[int],
+    lut_rows: int,
+    ceilings: Ceilings,
+    implementation: Implementation = "auto",
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """One matrix `[rows, cols]` by `tokens` activations; a row for each of `bits` and `tokens`.
+
+    Raises:
+        UserError: the kernel has no entry for one matrix.
+    """
+    matmul = _matmul_entry(implementation)
+    layout = BlockLayout(rows=rows, cols=cols, lut_rows=lut_rows, slot_words=MATMUL_SLOT_WORDS)
+    rng = np.random.default_rng(seed)
+    bits = tuple(bits)
+    blocks = RandomBlocks.draw(rng, layout, 1, max(bits))
+    for b in bits:
+        block_bytes = floors.linear_block_bytes(rows, cols, lut_rows, b)
+        calls = distinct_calls(block_bytes, least=8)
+        arena, (slots,) = scattered(rng, [blocks], np.full((calls, 1, 1), b))
+        for count in tokens:
+            operands = [(_activations(rng, count, cols), slots[i, 0], jnp.int32(b)) for i in range(calls)]
+            expected = _matmul_f32(operands[0][0], blocks.weights(0, b))
+            result = _check_and_time(functools.partial(matmul, layout=layout), operands, arena, expected)
+            work = Work(
+                bytes=block_bytes + count * (2 * cols + 4 * rows),
+                flops=2.0 * count * rows * cols,
+                decoded_weights=rows * cols,
+            )
+            yield _row(result, work, ceilings, n=rows, k=cols, bits=b, tokens=count, lut_rows=lut_rows)
+
+
+def bench_layer(
+    config: ModelConfig,
+    *,
+    bits: Iterable[Bits],
+    tokens: Iterable[int],
+    lut_rows: int,
+    ceilings: Ceilings,
+    implementation: Implementation = "auto",
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """All routed experts of a layer, random routing; a row for each of `bits` and `tokens`.
+
+    Every call has pages of its own, as the layers of a model have. `mixed` draws 3..8 bits for every linear-block.
+    """
+    bits, tokens = tuple(bits), tuple(tokens)
+    highest = max(MAX_BITS if b == "mixed" else b for b in bits)
+    bench = _LayerBench(config, highest, lut_rows, ceilings, implementation, np.random.default_rng(seed))
+    for b in bits:
+        yield from bench.rows(b, tokens)
+
+
+class _LayerBench:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_bits: int,
+        lut_rows: int,
+        ceilings: Ceilings,
+        implementation: Implementation,
+        rng: np.random.Generator,
+    ) -> None:
+        self.config, self.ceilings, self.rng = config, ceilings, rng
+        slot_words, _ = choose_slot_words(config, (lut_rows, lut_rows))
+        geometry = moe_geometry(config, dict.fromkeys(UNITS, lut_rows), slot_words)
+        self.lut_rows = dict.fromkeys(UNITS, lut_rows)
+        self.units = [
+            RandomBlocks.draw(rng, layout, min(distinct_blocks(layout), config.num_experts), max_bits)
+            for layout in (geometry.gate_up, geometry.down)
+        ]
+        self.op = functools.partial(bitplane_moe, geometry=geometry, implementation=implementation)
+
+    def rows(self, bits: Bits, tokens: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """A row for each of `tokens`; all share an arena."""
+        top_k, experts = self.config.num_experts_per_tok, self.config.num_experts
+        least = np.full((1, top_k, 2), MIN_BITS if bits == "mixed" else bits)
+        layers = distinct_calls(self._bytes(np.ones((1, top_k)), least), least=2)
+        if bits == "mixed":
+            layer_bits = self.rng.integers(MIN_BITS, MAX_BITS + 1, (layers, experts, 2))
+        else:
+            layer_bits = np.full((layers, experts, 2), bits)
+        arena, tables = scattered(self.rng, self.units, layer_bits)
+        for count in tokens:
+            yield self._measure(bits, count, layer_bits, arena, tables)
+
+    def _measure(self, bits: Bits, tokens: int, layer_bits: np.ndarray, arena, tables) -> dict[str, Any]:
+        config, rng = self.config, self.rng
+        experts, top_k = config.num_experts, config.num_experts_per_tok
+        layers = len(layer_bits)
+        ids = [_route(rng, tokens, experts, top_k) for _ in range(layers)]
+        chosen = np.stack([np.isin(np.arange(experts), layer_ids) for layer_ids in ids]).astype(float)
+        read = self._bytes(chosen, layer_bits) / layers
+        layers = min(layers, distinct_calls(read, least=2))
+        weights = [rng.uniform(0.05, 0.5, (tokens, top_k)).astype(np.float32) for _ in range(layers)]
+        calls = [
+            (
+                _activations(rng, tokens, config.hidden_size),
+                *map(jnp.asarray, (ids[i], weights[i], tables[0][i], tables[1][i], layer_bits[i].astype(np.int32))),
+            )
+            for i in range(layers)
+        ]
+        expected = _expected_layer(calls[0][0], ids[0], weights[0], self.units, layer_bits[0])
+        result = _check_and_time(lambda *operands: self.op(*operands)[0], calls, arena, expected)
+        an_expert = sum(unit.layout.rows * unit.layout.cols for unit in self.units)
+        distinct = float(chosen.sum()) / len(chosen)
+        work = Work(
+            bytes=read + 4 * tokens * config.hidden_size,
+            flops=2.0 * tokens * top_k * an_expert,
+            decoded_weights=distinct * an_expert,
+        )
+        fields = dict(bits=bits, tokens=tokens, lut_rows=self.lut_rows["gate_up"], experts=experts, top_k=top_k)
+        shape = dict(hidden=config.hidden_size, inner=config.moe_intermediate_size, distinct_experts=distinct)
+        return _row(result, work, self.ceilings, **fields, **shape)
+
+    def _bytes(self, chosen: np.ndarray, bits: np.ndarray) -> float:
+        return floors.expert_bytes(self.config, chosen, bits, self.lut_rows)
+
+
+def _route(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -> np.ndarray:
+    """int32 `[tokens, top_k]`, distinct for each token."""
+    return np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
+
+
+def _activations(rng: np.random.Generator, tokens: int, width: int) -> jax.Array:
+    """bfloat16 `[tokens, width]`, with an outlier channel as trained models have."""
+    x = rng.standard_normal((tokens, width), np.float32)
+    x[:, 0] *= 30
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def _matmul_entry(implementation: Implementation) -> Callable[..., jax.Array]:
+    """`(x [T, K], slots [total_slots], bits, arena, *, layout) -> [T, N]`."""
+    try:
+        resolved = resolve_implementation(implementation)
+    except NotImplementedError as error:
+        raise UserError(f"--{error}") from None
+    if resolved == "xla":
+        return lambda x, slots, bits, arena, *, layout: _matmul_f32(
+            x, reference.decode_block(slots, bits, arena, layout)
+        )
+    from pallas_kernels.bitplane_moe import triton
+
+    entry = getattr(triton, "matmul", None)
+    if entry is None:
+        raise UserError("bench moe: this version's Triton kernel has no entry for one matrix; leave --rows and --cols")
+    return entry
+
+
+def _matmul_f32(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.matmul(x.astype(jnp.float32), weights.T, precision=jax.lax.Precision.HIGHEST)
+
+
+def _expected_layer(x, ids: np.ndarray, weights: np.ndarray, units: list[RandomBlocks], bits: np.ndarray) -> jax.Array:
+    """float32 `[T, H]` from dense weights, an expert at a time."""
+    y = jnp.zeros((x.shape[0], units[1].layout.rows), jnp.float32)
+    for expert in np.unique(ids):
+        gate_up, down = (unit.weights(expert % len(unit.indices), int(bits[expert, u])) for u, unit in enumerate(units))
+        gate, up = jnp.split(_matmul_f32(x, gate_up), 2, axis=1)
+        share = np.where(ids == expert, weights, 0).sum(axis=1)
+        y += jnp.asarray(share)[:, None] * _matmul_f32(jax.nn.silu(gate) * up, down)
+    return y
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Seconds of a call, None where its result was wrong; and the largest error over the largest value."""
+
+    seconds: float | None
+    error: float
+
+
+def _check_and_time(
+    op: Callable[..., jax.Array], calls: list[tuple[jax.Array, ...]], arena: jax.Array, expected: jax.Array
+) -> Result:
+    """Checks the first call's result, then times all calls in one jitted function.
+
+    Args:
+        op: called with the operands of a call and the arena.
+        expected: float32, of the first call.
+    """
+    run = jax.jit(lambda calls, arena: [op(*operands, arena) for operands in calls])
+    # What the kernel leaves unwritten is likely to show: freed memory that it may get is not a number.
+    jax.block_until_ready([jnp.full(expected.shape, jnp.nan, jnp.float32) for _ in calls])
+    got = run(calls, arena)[0].astype(jnp.float32)
+    error = float(jnp.max(jnp.abs(got - expected)) / jnp.max(jnp.abs(expected)))
+    if not error <= TOLERANCE:  # not a number is wrong too
+        return Result(None, error)
+    seconds = median_seconds(lambda: run(calls, arena), calls=10 if on_gpu() else 1)
+    return Result(seconds / len(calls), error)
+
+
+def _row(result: Result, work: Work, ceilings: Ceilings, **fields: Any) -> dict[str, Any]:
+    least = work.floors(ceilings)
+    seconds = result.seconds
+    binding = max(least["bytes_floor_us"] or 0.0, least["flop_floor_us"] or 0.0)
+    instructions = least["instruction_floor_us"]
+    return {
+        **fields,
+        "microseconds": None if seconds is None else 1e6 * seconds,
+        "gigabytes_per_second": None if seconds is None else work.bytes / seconds / 1e9,
+        "floor_share": None if seconds is None else binding / (1e6 * seconds),
+        **least,
+        "instruction_floor_share": None if seconds is None or instructions is None else instructions / (1e6 * seconds),
+        "error": result.error,
+        "failure": None if seconds is not None else f"wrong: error {result.error:.2g} over the largest value",
+    }
