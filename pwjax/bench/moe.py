@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -21,51 +19,13 @@ from pallas_kernels.platform import Implementation
 from pwjax.anyprec.choices import choose_slot_words
 from pwjax.bench import floors
 from pwjax.bench.blocks import RandomBlocks, scattered
+from pwjax.bench.calls import Ceilings, Work, check_and_time, distinct_calls, figures
 from pwjax.bench.synthetic import distinct_blocks
-from pwjax.bench.timing import median_seconds, on_gpu
 from pwjax.config import ModelConfig
 from pwjax.errors import UserError
 
-L2_BYTES = 60 * 10**6  # H200; a multiple of it is harmless elsewhere
-DISTINCT_L2 = 4  # bytes that are read before any is read again, in caches
-MAX_CALLS = 64  # more take long to compile
 MATMUL_SLOT_WORDS = 8192
-INTEGER_INSTRUCTIONS_PER_SECOND = 16.7e12  # of an H200: 64 lanes a clock an SM
-TOLERANCE = 2**-8  # largest error over the largest value, with bfloat16 activations
 Bits = int | Literal["mixed"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """What this device can do: measured rates, and integer instructions a decoded weight."""
-
-    copy_bytes_per_second: float
-    matmul_flops_per_second: float
-    instructions_per_weight: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one call must do."""
-
-    bytes: float
-    flops: float
-    decoded_weights: float
-
-    def floors(self, ceilings: Ceilings) -> dict[str, float | None]:
-        """Microseconds that the call takes at least, by what binds."""
-        instructions = self.decoded_weights * ceilings.instructions_per_weight
-        return {
-            "bytes_floor_us": 1e6 * self.bytes / ceilings.copy_bytes_per_second,
-            "flop_floor_us": 1e6 * self.flops / ceilings.matmul_flops_per_second,
-            "instruction_floor_us": 1e6 * instructions / INTEGER_INSTRUCTIONS_PER_SECOND if on_gpu() else None,
-        }
-
-
-def distinct_calls(bytes_a_call: float, *, least: int) -> int:
-    """Calls on pages of their own that one timed function holds, so that caches are of no use."""
-    most = MAX_CALLS if on_gpu() else least  # elsewhere nobody asks how fast it is
-    return min(max(least, math.ceil(DISTINCT_L2 * L2_BYTES / bytes_a_call)), most)
 
 
 def bench_matmul(
@@ -96,13 +56,20 @@ def bench_matmul(
         for count in tokens:
             operands = [(_activations(rng, count, cols), slots[i, 0], jnp.int32(b)) for i in range(calls)]
             expected = _matmul_f32(operands[0][0], blocks.weights(0, b))
-            result = _check_and_time(functools.partial(matmul, layout=layout), operands, arena, expected)
+            result = check_and_time(functools.partial(matmul, layout=layout), operands, arena, expected)
             work = Work(
                 bytes=block_bytes + count * (2 * cols + 4 * rows),
                 flops=2.0 * count * rows * cols,
                 decoded_weights=rows * cols,
             )
-            yield _row(result, work, ceilings, n=rows, k=cols, bits=b, tokens=count, lut_rows=lut_rows)
+            yield {
+                "n": rows,
+                "k": cols,
+                "bits": b,
+                "tokens": count,
+                "lut_rows": lut_rows,
+                **figures(result, work, ceilings),
+            }
 
 
 def bench_layer(
@@ -139,7 +106,7 @@ class _LayerBench:
         self.config, self.ceilings, self.rng = config, ceilings, rng
         slot_words, _ = choose_slot_words(config, (lut_rows, lut_rows))
         geometry = moe_geometry(config, dict.fromkeys(UNITS, lut_rows), slot_words)
-        self.lut_rows = dict.fromkeys(UNITS, lut_rows)
+        self.lut_rows: dict[str, int] = dict.fromkeys(UNITS, lut_rows)
         self.units = [
             RandomBlocks.draw(rng, layout, min(distinct_blocks(layout), config.num_experts), max_bits)
             for layout in (geometry.gate_up, geometry.down)
@@ -176,7 +143,7 @@ class _LayerBench:
             for i in range(layers)
         ]
         expected = _expected_layer(calls[0][0], ids[0], weights[0], self.units, layer_bits[0])
-        result = _check_and_time(lambda *operands: self.op(*operands)[0], calls, arena, expected)
+        result = check_and_time(lambda *operands: self.op(*operands)[0], calls, arena, expected)
         an_expert = sum(unit.layout.rows * unit.layout.cols for unit in self.units)
         distinct = float(chosen.sum()) / len(chosen)
         work = Work(
@@ -186,7 +153,7 @@ class _LayerBench:
         )
         fields = dict(bits=bits, tokens=tokens, lut_rows=self.lut_rows["gate_up"], experts=experts, top_k=top_k)
         shape = dict(hidden=config.hidden_size, inner=config.moe_intermediate_size, distinct_experts=distinct)
-        return _row(result, work, self.ceilings, **fields, **shape)
+        return {**fields, **shape, **figures(result, work, self.ceilings)}
 
     def _bytes(self, chosen: np.ndarray, bits: np.ndarray) -> float:
         return floors.expert_bytes(self.config, chosen, bits, self.lut_rows)
@@ -235,48 +202,3 @@ def _expected_layer(x, ids: np.ndarray, weights: np.ndarray, units: list[RandomB
         share = np.where(ids == expert, weights, 0).sum(axis=1)
         y += jnp.asarray(share)[:, None] * _matmul_f32(jax.nn.silu(gate) * up, down)
     return y
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Seconds of a call, None where its result was wrong; and the largest error over the largest value."""
-
-    seconds: float | None
-    error: float
-
-
-def _check_and_time(
-    op: Callable[..., jax.Array], calls: list[tuple[jax.Array, ...]], arena: jax.Array, expected: jax.Array
-) -> Result:
-    """Checks the first call's result, then times all calls in one jitted function.
-
-    Args:
-        op: called with the operands of a call and the arena.
-        expected: float32, of the first call.
-    """
-    run = jax.jit(lambda calls, arena: [op(*operands, arena) for operands in calls])
-    # What the kernel leaves unwritten is likely to show: freed memory that it may get is not a number.
-    jax.block_until_ready([jnp.full(expected.shape, jnp.nan, jnp.float32) for _ in calls])
-    got = run(calls, arena)[0].astype(jnp.float32)
-    error = float(jnp.max(jnp.abs(got - expected)) / jnp.max(jnp.abs(expected)))
-    if not error <= TOLERANCE:  # not a number is wrong too
-        return Result(None, error)
-    seconds = median_seconds(lambda: run(calls, arena), calls=10 if on_gpu() else 1)
-    return Result(seconds / len(calls), error)
-
-
-def _row(result: Result, work: Work, ceilings: Ceilings, **fields: Any) -> dict[str, Any]:
-    least = work.floors(ceilings)
-    seconds = result.seconds
-    binding = max(least["bytes_floor_us"] or 0.0, least["flop_floor_us"] or 0.0)
-    instructions = least["instruction_floor_us"]
-    return {
-        **fields,
-        "microseconds": None if seconds is None else 1e6 * seconds,
-        "gigabytes_per_second": None if seconds is None else work.bytes / seconds / 1e9,
-        "floor_share": None if seconds is None else binding / (1e6 * seconds),
-        **least,
-        "instruction_floor_share": None if seconds is None or instructions is None else instructions / (1e6 * seconds),
-        "error": result.error,
-        "failure": None if seconds is not None else f"wrong: error {result.error:.2g} over the largest value",
-    }

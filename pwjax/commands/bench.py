@@ -127,12 +127,12 @@ def _moe(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--rows and --cols go together; without them a whole layer is measured")
     if args.rows is not None and "mixed" in args.bits:
         raise UserError("--bits mixed goes with a whole layer; one matrix has one width")
+    from pwjax.bench.calls import Ceilings
     from pwjax.bench.geometries import model_config
-    from pwjax.bench.moe import Ceilings, bench_layer, bench_matmul
-    from pwjax.bench.timing import copy_bytes_per_second, matmul_flops_per_second
+    from pwjax.bench.moe import bench_layer, bench_matmul
 
     config = model_config(args.geometry)
-    ceilings = Ceilings(copy_bytes_per_second(), matmul_flops_per_second(), args.instructions)
+    ceilings = Ceilings.measure(args.instructions)
     names = ("bits", "tokens", "lut_rows", "implementation", "seed")
     options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"ceilings": ceilings}
     if args.rows is None:
@@ -146,6 +146,43 @@ def _moe(args: argparse.Namespace) -> dict[str, Any]:
     _show(rows, columns.split())
     what = {"geometry": args.geometry} if args.rows is None else {}
     return {**what, "ceilings": ceilings, "rows": rows}
+
+
+# attention
+
+
+def _add_attention_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--geometry", default="qwen1.5-moe", metavar="NAME", help="whose heads: qwen1.5-moe (default), mixtral or tiny")
+    add("--batch", type=_counts, default=(1, 4), metavar="N,N..", help="sequences (default 1,4)")
+    add("--context", type=_counts, default=(2048, 32768), metavar="N,N..", help="tokens (default 2048,32768)")
+    add("--queries", type=_count, default=1, metavar="N", help="1 is decode (default), more a chunk of prefill")
+    add("--implementation", default="auto", choices=("auto", "triton", "xla"), help="of the kernel; no fallback")
+    add("--seed", type=int, default=0)
+
+
+def _attention(args: argparse.Namespace) -> dict[str, Any]:
+    if args.queries > min(args.context):
+        raise UserError(f"--queries {args.queries} is more than --context {min(args.context)}")
+    from pwjax.bench.attention import bench_attention
+    from pwjax.bench.calls import Ceilings
+    from pwjax.bench.geometries import model_config
+
+    ceilings = Ceilings.measure()
+    rows = list(
+        bench_attention(
+            model_config(args.geometry),
+            batches=args.batch,
+            contexts=args.context,
+            queries=args.queries,
+            ceilings=ceilings,
+            implementation=args.implementation,
+            seed=args.seed,
+        )
+    )
+    columns = "batch context queries microseconds gigabytes_per_second floor_share bytes_floor_us error failure"
+    _show(rows, columns.split())
+    return {"geometry": args.geometry, "ceilings": ceilings, "rows": rows}
 
 
 # What all share.
@@ -199,4 +236,5 @@ _Bench = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argpars
 _BENCHES: dict[str, _Bench] = {
     "decode": ("decode steps through the serving engine", _add_decode_options, _decode),
     "moe": ("the routed experts' kernel on its own", _add_moe_options, _moe),
+    "attention": ("paged attention on its own", _add_attention_options, _attention),
 }
