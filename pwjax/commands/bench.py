@@ -185,6 +185,59 @@ def _attention(args: argparse.Namespace) -> dict[str, Any]:
     return {"geometry": args.geometry, "ceilings": ceilings, "rows": rows}
 
 
+# prefill
+
+
+def _add_prefill_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_options(parser)
+    add = parser.add_argument
+    lengths = (512, 1024, 2048, 4096, 8192)
+    add("--tokens", type=_counts, default=lengths, metavar="N,N..", help="prompt lengths (default 512 to 8192)")
+    add("--prefill-chunk-tokens", type=_count, default=2048, metavar="N", help="prompt tokens a step (default 2048)")
+    add("--rounds", type=_count, default=5, metavar="N", help="prompts of each length (default 5)")
+
+
+def _prefill(args: argparse.Namespace) -> dict[str, Any]:
+    from pwjax.bench.prefill import bench_prefill
+    from pwjax.bench.timing import matmul_flops_per_second
+
+    rate = matmul_flops_per_second()
+    # One token more than the longest prompt; a whole KV block, so that lengths near each other share programs.
+    length = -(-(max(args.tokens) + 1) // 16) * 16
+    chunk = args.prefill_chunk_tokens
+    llm = _make_llm(args, max_num_seqs=1, max_model_len=length, prefill_chunk_tokens=chunk)
+    rows = list(bench_prefill(llm, args.tokens, rounds=args.rounds, matmul_rate=rate, seed=args.seed))
+    _show(rows, "tokens bits first_token_ms tokens_per_second floor_ms floor_share".split())
+    fields = {"prefill_chunk_tokens": chunk, "matmul_flops_per_second": rate, "rows": rows}
+    return {**llm.stats(), **_model_fields(args), **fields, "cold_start_seconds": llm.built.compile_seconds}
+
+
+# quantize
+
+
+def _add_quantize_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--geometry", default="qwen1.5-moe", metavar="NAME", help="qwen1.5-moe (default), mixtral or tiny")
+    add("--layers", type=_count, default=2, metavar="N", help="layers to quantize (default 2)")
+    add("--experts", type=_count, metavar="N", help="only so many experts of each layer")
+    add("--lut-rows", type=int, default=1, choices=(1, 32), help="rows that share a lookup table (default 1)")
+    add("--seed", type=int, default=0)
+
+
+def _quantize(args: argparse.Namespace) -> dict[str, Any]:
+    from pwjax.bench.geometries import model_config
+    from pwjax.bench.quantize import bench_quantize, extrapolated_seconds, routed_weights
+
+    config = model_config(args.geometry)
+    options = {name: getattr(args, name) for name in ("layers", "experts", "lut_rows", "seed")}
+    rows = list(bench_quantize(config, **options))
+    weights = routed_weights(config)
+    seconds = extrapolated_seconds(rows, weights)
+    _show(rows, "layer experts weights seconds weights_per_second".split())
+    _say(f"all {weights / 1e9:.1f} B weights of {args.geometry}: {seconds / 60:.1f} minutes")
+    return {"geometry": args.geometry, "rows": rows, "model_weights": weights, "extrapolated_seconds": seconds}
+
+
 # What all share.
 
 
@@ -237,4 +290,6 @@ _BENCHES: dict[str, _Bench] = {
     "decode": ("decode steps through the serving engine", _add_decode_options, _decode),
     "moe": ("the routed experts' kernel on its own", _add_moe_options, _moe),
     "attention": ("paged attention on its own", _add_attention_options, _attention),
+    "prefill": ("time to the first token through the serving engine", _add_prefill_options, _prefill),
+    "quantize": ("the quantizer of prepare", _add_quantize_options, _quantize),
 }
