@@ -45,7 +45,7 @@ def paged_attention(
         start: int32 `[S]`, in tokens.
         length: int32 `[S]`; 0 for padding.
         layer: index of the layer among those of its attention type.
-        scale: factor of the scores, usually `D ** -0.5`.
+        scale: factor of the scores, positive, usually `D ** -0.5`.
         window: sliding window in tokens; 0 means none.
 
     Returns:
@@ -56,6 +56,8 @@ def paged_attention(
         ValueError: shapes or dtypes that contradict `geometry`.
     """
     _check(q, arena, kv_table, geometry, layer, window)
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; it must be positive")
     if resolve_implementation(implementation) == "xla":
         implemented = reference.paged_attention
     else:  # the backend is optional and deprecated: load it when it is used

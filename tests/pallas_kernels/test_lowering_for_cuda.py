@@ -74,8 +74,14 @@ def _attention_modules(case: AttentionCase, num_slots: int) -> list[str]:
 
 @pytest.mark.parametrize("case", TAILS, ids=str)
 def test_paged_attention(case: AttentionCase) -> None:
-    (kernel,) = _attention_modules(case, num_slots=1000)
-    assert "tt.dot" in kernel
+    kernel, *combine = _attention_modules(case, num_slots=1000)
+    assert ("tt.dot" in kernel) == (case.queries > 1 or case.heads > 4 * case.kv_heads)
+    assert len(combine) <= 1
+
+
+def test_layers_share_a_kernel() -> None:
+    one, other = (_attention_modules(dataclasses.replace(TAILS[0], layer=layer), num_slots=1000) for layer in (0, 1))
+    assert one == other
 
 
 def test_large_arenas_are_addressed_in_64_bits() -> None:
@@ -83,8 +89,8 @@ def test_large_arenas_are_addressed_in_64_bits() -> None:
     slots = 2**33 // (4 * 8192)
     kernels = _moe_modules(1, SHAPES[0], num_slots=slots)
     case = dataclasses.replace(TAILS[0], slot_words=8192)
-    kernels += _attention_modules(case, num_slots=slots)
-    small = _moe_modules(1, SHAPES[0], num_slots=1000) + _attention_modules(case, num_slots=1000)
+    kernels += _attention_modules(case, num_slots=slots)[:1]  # without the kernel that combines shares
+    small = _moe_modules(1, SHAPES[0], num_slots=1000) + _attention_modules(case, num_slots=1000)[:1]
     for large_kernel, small_kernel in zip(kernels, small, strict=True):
         assert "xi64>" in large_kernel
         assert "xi64>" not in small_kernel

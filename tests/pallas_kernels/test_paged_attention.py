@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import api, triton
+from pallas_kernels.paged_attention.configs import Config, Work, default_config
+from pallas_kernels.paged_attention.layout import KVGeometry
 from pallas_kernels.testing.attention_cases import TAILS, AttentionCase, AttentionInputs, build, expected
 
 # Largest error over the largest value: float32 throughout, or one rounding to bfloat16.
@@ -46,6 +49,46 @@ def test_matches_float64(bind, case: AttentionCase) -> None:
     inputs = build(case)
     out, want = run(bind, inputs), expected(inputs, case.head_dim**-0.5)
     assert np.abs(out - want).max() <= TOLERANCE[case.dtype] * max(np.abs(want).max(), 1e-6)
+
+
+_SPECULATIVE = AttentionCase(queries=3, starts=(200, 17, 3, 9), lengths=(3, 1, 2, 0), kv_dtype="bfloat16", seed=35)
+_CHUNK = AttentionCase(queries=20, starts=(150, 0), lengths=(20, 13), heads=6, kv_dtype="bfloat16", seed=36)
+CONFIGS = [
+    (_SPECULATIVE, Config(body="vector", splits=4, block_keys=32)),
+    (dataclasses.replace(_SPECULATIVE, window=20), Config(body="vector", splits=2, block_keys=64)),
+    (dataclasses.replace(_SPECULATIVE, window=1), Config(body="vector", block_keys=32, team_words=4, num_warps=1)),
+    (AttentionCase(starts=(300,), lengths=(1,), seed=37), Config(body="vector", splits=8, block_keys=16, num_warps=1)),
+    (_CHUNK, Config(body="matrix", splits=4, block_keys=16, block_rows=16)),
+    (dataclasses.replace(_CHUNK, window=33), Config(body="matrix", splits=2, block_keys=32, block_rows=64)),
+    (dataclasses.replace(_CHUNK, dtype="bfloat16"), Config(body="matrix", block_keys=64, block_rows=128, num_stages=2)),
+]
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case, config", CONFIGS, ids=str)
+def test_every_way_to_cut_the_work(case: AttentionCase, config: Config, interpret: bool) -> None:
+    inputs = build(case)
+    static = dict(layer=case.layer, geometry=case.geometry, scale=case.head_dim**-0.5, window=case.window)
+    op = jax.jit(functools.partial(triton.paged_attention, **static, config=config, interpret=interpret))
+    operands = (inputs.arena, inputs.kv_table, inputs.rows, inputs.start, inputs.length)
+    out = np.asarray(op(jnp.asarray(inputs.q, case.dtype), *map(jnp.asarray, operands)), np.float32)
+    want = expected(inputs, case.head_dim**-0.5)
+    assert np.abs(out - want).max() <= TOLERANCE[case.dtype] * np.abs(want).max()
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 71])
+@pytest.mark.parametrize("queries", [1, 4, 256, 8192])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_default_configuration_for_every_shape(group: int, queries: int, exact: bool) -> None:
+    """Tiles hold a group, and one long sequence fills a device that 64 short ones don't overflow."""
+    for head_dim in (32, 80, 128, 256):
+        geometry = KVGeometry(num_layers=2, num_kv_heads=8, head_dim=head_dim, slot_words=4096)
+        of = dict(queries=queries, heads=8 * group, max_context=32768, geometry=geometry, exact=exact)
+        one, many = (default_config(Work(sequences=sequences, **of)) for sequences in (1, 64))
+        assert one.body == "vector" or one.block_rows >= group
+        assert one.splits >= many.splits
+        if queries == 1:
+            assert 64 < 8 * one.splits <= 132 * 16
 
 
 def test_rows_do_not_depend_on_their_batch_mates(bind) -> None:
