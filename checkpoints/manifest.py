@@ -20,7 +20,7 @@ import numpy as np
 from pwjax.config import ModelConfig
 from pwjax.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 UNITS = ("gate_up", "down")
 SMALL_FILE_BYTES = 64 * 2**10

@@ -1,20 +1,29 @@
 """The layout inside a weight page: planes, lookup table and row scales as 32-bit words.
 
 Page `b` of a linear-block `[N, K]` holds what bit-width `b` adds: plane `b - 1` and LUT `b`; the base page (3) holds
-planes 0 to 2, LUT 3 and the row scales. In order, each piece row-major:
+planes 0 to 2, LUT 3 and the row scales, one piece after the other. The words are padded with zeros to whole slots.
 
-* plane `p`: `[N, ceil(K / 32)]` words; bit `k % 32` of word `k // 32` is bit `7 - p` of the 8-bit index of column `k`
-  (plane 0 is the most significant). Bits past K are zero.
-* LUT `b`: `[G, 2**b / 2]` words for `G = ceil(N / lut_rows)` groups; word `j` holds float16 entries `j` (low half) and
-  `j + 2**(b - 1)` (high half), so that plane 0 selects the half.
+It is made for a kernel that looks weights up by byte permutation (PTX `prmt`), four at a time: the top three bits of an
+index choose among the eight entries of a table, each further bit between two tables. A word holds 32 columns of a row;
+column `4 * g + m` is member `m` (0..3) of group `g` (0..7).
+
+* planes 0 to 2 are three words together. In word q < 3, bits `4 * n .. 4 * n + 2` are the top three bits of the column
+  `8 * q + n`, ready to select with; the fourth bits `4 * n + 3` of words 0, 1, 2 are bits 0, 1, 2 of those of column
+  `24 + n`. (Plane 0 is the most significant.)
+* plane `p` > 2: bit `8 * m + 7 - g` is bit `7 - p` of the 8-bit index of column `4 * g + m`: shifted left by `g`, the
+  sign of byte `m` is that of member `m`.
+* the words of a plane lie as `[W / run_words, N, run_words]` (W words a row): what a block of rows reads at a time is
+  contiguous. Bits past K are zero.
+* LUT `b` is `[G, 2**(b - 1)]` words for `G = ceil(N / lut_rows)` groups of rows. Up to 6 bits: for each value of the
+  bits below the top three, four words: the low bytes of the eight float16 entries (two words), then the high bytes.
+  Above: two entries a word, in order of index.
 * row scales: `[N]` float32, in the base page only.
-
-The words are padded with zeros to whole slots.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -22,6 +31,8 @@ import numpy as np
 MIN_BITS = 3
 MAX_BITS = 8
 BITS = tuple(range(MIN_BITS, MAX_BITS + 1))
+MAX_BYTE_TABLE_BITS = 6
+"""Up to here a LUT is stored as separate low and high bytes, to be looked up by byte permutation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +47,11 @@ class BlockLayout:
     @property
     def words_per_row(self) -> int:
         return -(-self.cols // 32)
+
+    @property
+    def run_words(self) -> int:
+        """Words of a row that lie together in a plane, never across two slots."""
+        return math.gcd(self.words_per_row, self.slot_words, 4)
 
     @property
     def plane_words(self) -> int:
@@ -91,30 +107,81 @@ class MoEGeometry:
     gate_up: BlockLayout  # rows 2I (gate first, then up), cols H
     down: BlockLayout  # rows H, cols I
     activation: str = "silu"
+    max_bits: int = MAX_BITS  # no linear-block is ever committed at more
 
 
-def pack_planes(indices: np.ndarray, planes: tuple[int, ...]) -> np.ndarray:
+def pack_planes(layout: BlockLayout, indices: np.ndarray, planes: tuple[int, ...]) -> np.ndarray:
     """Packs bits of 8-bit indices.
 
     Args:
-        indices: uint8 `[..., N, K]`.
-        planes: which planes, 0 the most significant bit.
+        indices: uint8 `[B, N, K]`.
+        planes: (0, 1, 2), or one of the others.
 
     Returns:
-        uint32 `[..., len(planes), N, ceil(K / 32)]`.
+        uint32 `[B, len(planes) * plane_words]`.
     """
-    cols = indices.shape[-1]
-    padded = np.pad(indices, [(0, 0)] * (indices.ndim - 1) + [(0, -cols % 32)])
-    shifts = np.array([7 - p for p in planes], np.uint8)
-    bits = (padded[..., None, :, :] >> shifts[:, None, None]) & 1
-    return np.packbits(bits, axis=-1, bitorder="little").view("<u4").astype(np.uint32, copy=False)
+    batch, rows, cols = indices.shape
+    padded = np.pad(indices, ((0, 0), (0, 0), (0, -cols % 32)))
+    groups = padded.reshape(batch, rows, -1, 8, 4)
+    words = _pack_base(groups >> 5) if len(planes) > 1 else [_pack_signs((groups >> (7 - planes[0])) & 1)]
+    runs = (word.reshape(batch, rows, -1, layout.run_words).swapaxes(1, 2).reshape(batch, -1) for word in words)
+    return np.concatenate(list(runs), axis=-1)
+
+
+def _pack_base(top: np.ndarray) -> list[np.ndarray]:
+    """Three words `[B, N, W]` from the top three bits of every index, uint8 `[B, N, W, 8, 4]`."""
+    top = top.reshape(*top.shape[:3], 4, 8).astype(np.uint32)  # nibble n of word q
+    shifts = 4 * np.arange(8, dtype=np.uint32)
+    return [((top[..., q, :] | ((top[..., 3, :] >> q) & 1) << 3) << shifts).sum(-1, dtype=np.uint32) for q in range(3)]
+
+
+def _pack_signs(bits: np.ndarray) -> np.ndarray:
+    """One word `[B, N, W]` from a bit of every index, uint8 `[B, N, W, 8, 4]`."""
+    shifts = 8 * np.arange(4, dtype=np.uint32) + 7 - np.arange(8, dtype=np.uint32)[:, None]
+    return (bits.astype(np.uint32) << shifts).sum((-2, -1), dtype=np.uint32)
+
+
+def unpack_planes(layout: BlockLayout, pages: Mapping[int, np.ndarray], bits: int) -> np.ndarray:
+    """Inverse of `pack_planes`: uint8 `[B, N, K]`, the top `bits` bits of every index.
+
+    Args:
+        pages: uint32 `[B, page_slots(b) * slot_words]` for every page 3..bits.
+    """
+
+    def plane(page: int, start: int) -> np.ndarray:
+        words = pages[page][:, start : start + layout.plane_words]
+        runs = words.reshape(len(words), -1, layout.rows, layout.run_words)
+        return runs.swapaxes(1, 2).reshape(len(words), layout.rows, -1, 1)
+
+    base = [plane(MIN_BITS, q * layout.plane_words) for q in range(3)]
+    shifts = 4 * np.arange(8, dtype=np.uint32)
+    last = sum(((word >> shifts >> 3) & 1) << q for q, word in enumerate(base))
+    indices = np.concatenate([*((word >> shifts) & 7 for word in base), last], axis=-1)
+    shifts = (8 * np.arange(4, dtype=np.uint32) + 7 - np.arange(8, dtype=np.uint32)[:, None]).reshape(-1)
+    for page in range(MIN_BITS + 1, bits + 1):
+        indices = indices << 1 | (plane(page, 0) >> shifts) & 1
+    return indices.astype(np.uint8).reshape(*indices.shape[:2], -1)[..., : layout.cols]
 
 
 def pack_lut(lut: np.ndarray) -> np.ndarray:
     """float16 `[..., G, 2**b]` to uint32 `[..., G, 2**b / 2]`."""
-    words = np.ascontiguousarray(lut).view(np.uint16).astype(np.uint32)
-    half = words.shape[-1] // 2
-    return words[..., :half] | (words[..., half:] << 16)
+    lut = np.ascontiguousarray(lut)
+    leading = lut.shape[:-1]
+    if lut.shape[-1] <= 2**MAX_BYTE_TABLE_BITS:
+        tables = lut.reshape(*lut.shape[:-1], 8, -1).swapaxes(-1, -2)  # entry = top three bits, then the others
+        lut = np.ascontiguousarray(tables).view(np.uint8).reshape(*tables.shape, 2).swapaxes(-1, -2)
+    return np.ascontiguousarray(lut).view("<u4").astype(np.uint32, copy=False).reshape(*leading, -1)
+
+
+def unpack_lut(words: np.ndarray) -> np.ndarray:
+    """Inverse of `pack_lut`."""
+    data = np.ascontiguousarray(words).astype("<u4", copy=False)
+    lut = data.view(np.float16)
+    if lut.shape[-1] <= 2**MAX_BYTE_TABLE_BITS:
+        halves = data.view(np.uint8).reshape(*words.shape[:-1], -1, 2, 8)
+        tables = np.ascontiguousarray(halves.swapaxes(-1, -2)).view(np.float16)[..., 0]
+        lut = tables.swapaxes(-1, -2).reshape(lut.shape)
+    return lut
 
 
 def pack_page(
@@ -131,7 +198,7 @@ def pack_page(
         uint32 `[B, page_slots(bits) * slot_words]`.
     """
     batch = indices.shape[0]
-    pieces = [pack_planes(indices, layout.planes_in_page(bits)).reshape(batch, -1), pack_lut(lut).reshape(batch, -1)]
+    pieces = [pack_planes(layout, indices, layout.planes_in_page(bits)), pack_lut(lut).reshape(batch, -1)]
     if bits == MIN_BITS:
         pieces.append(np.ascontiguousarray(row_scale, np.float32).view(np.uint32))
     page = np.zeros((batch, layout.page_slots(bits) * layout.slot_words), np.uint32)
@@ -151,18 +218,12 @@ def unpack_pages(
     Returns:
         indices uint8 `[N, K]` in `0..2**bits - 1`, lut float16 `[G, 2**bits]`, row_scale float32 `[N]`.
     """
-    rows, words = layout.rows, layout.words_per_row
-    indices = np.zeros((rows, words * 32), np.uint8)
-    for plane in range(bits):
-        page, start = layout.plane_offset_words(plane)
-        packed = np.ascontiguousarray(pages[page][start : start + layout.plane_words]).astype("<u4").view(np.uint8)
-        indices = indices * 2 + np.unpackbits(packed.reshape(rows, -1), axis=-1, bitorder="little")
+    indices = unpack_planes(layout, {b: page[None] for b, page in pages.items()}, bits)[0]
     start = layout.lut_offset_words(bits)
-    lut_words = pages[bits][start : start + layout.lut_words(bits)].reshape(layout.groups, -1)
-    halves = np.concatenate([lut_words & 0xFFFF, lut_words >> 16], axis=-1).astype(np.uint16)
+    lut = unpack_lut(pages[bits][start : start + layout.lut_words(bits)].reshape(layout.groups, -1))
     start = layout.scale_offset_words
-    scale = np.ascontiguousarray(pages[MIN_BITS][start : start + rows]).view(np.float32)
-    return indices[:, : layout.cols], halves.view(np.float16), scale
+    scale = np.ascontiguousarray(pages[MIN_BITS][start : start + layout.rows]).view(np.float32)
+    return indices, lut, scale
 
 
 def dequantize_pages(layout: BlockLayout, pages: Mapping[int, np.ndarray], bits: int) -> np.ndarray:

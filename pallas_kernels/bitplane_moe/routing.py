@@ -11,6 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+MAX_COMPARED_PAIRS = 256
+"""Up to here comparing all pairs with all is cheaper on a GPU than sorting them."""
+
 
 class SortedPairs(NamedTuple):
     """Pairs in order of expert, equal experts in order of pair."""
@@ -38,6 +41,54 @@ def sort_pairs(expert_ids: jax.Array, num_experts: int) -> SortedPairs:
     order = keys % pairs
     position = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
     return SortedPairs(order, keys // pairs, position.reshape(expert_ids.shape))
+
+
+def plan_tiles(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> tuple[SortedPairs, Tiles]:
+    """Sorted pairs of `expert_ids`, int32 `[T, k]`, and their tiles, by as few launches as the size allows."""
+    pairs = expert_ids.size
+    if expert_ids.shape[0] == 1 or 3 * pairs <= num_experts:
+        return _one_tile_a_pair(expert_ids, num_experts)
+    if pairs <= MAX_COMPARED_PAIRS:
+        return _compare_pairs(expert_ids, num_experts, tile_rows)
+    sorted_pairs = sort_pairs(expert_ids, num_experts)
+    return sorted_pairs, tile_pairs(sorted_pairs, num_experts, tile_rows)
+
+
+def _one_tile_a_pair(expert_ids: jax.Array, num_experts: int) -> tuple[SortedPairs, Tiles]:
+    """Pairs stay where they are: few of them share an expert."""
+    every_pair = jnp.arange(expert_ids.size, dtype=jnp.int32)
+    ids = expert_ids.reshape(-1)
+    real = (ids >= 0) & (ids < num_experts)
+    ids = jnp.where(real, ids, num_experts)
+    pairs = SortedPairs(every_pair, ids, every_pair.reshape(expert_ids.shape))
+    return pairs, Tiles(ids, every_pair, real.astype(jnp.int32))
+
+
+def _compare_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> tuple[SortedPairs, Tiles]:
+    """Every pair compared with every other: a few fused sums instead of a sort, searches and scatters."""
+    total = expert_ids.size
+    ids = expert_ids.reshape(total)
+    ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    index = jnp.arange(total, dtype=jnp.int32)
+    same = ids[:, None] == ids[None, :]
+    before = same & (index[None, :] < index[:, None])
+    count = lambda where: jnp.sum(where, axis=1, dtype=jnp.int32)  # noqa: E731
+    rank = count(before)  # among the pairs of its expert
+    position = count((ids[None, :] < ids[:, None]) | before)
+    left = count(same) - rank
+    leads = (rank % tile_rows == 0) & (ids < num_experts)
+    number = count(leads[None, :] & (position[None, :] < position[:, None]))
+    number = jnp.where(leads, number, total)
+    at = lambda place, values: jnp.sum(  # noqa: E731
+        jnp.where(place[None, :] == index[:, None], values[None, :], 0), axis=1, dtype=jnp.int32
+    )
+    used = count(number[None, :] == index[:, None]) > 0
+    pairs = SortedPairs(at(position, index), at(position, ids), position.reshape(expert_ids.shape))
+    tiles = Tiles(
+        jnp.where(used, at(number, ids), num_experts), at(number, position), at(number, jnp.minimum(left, tile_rows))
+    )
+    bound = num_tiles_bound(total, num_experts, tile_rows)
+    return pairs, Tiles(*(array[:bound] for array in tiles))
 
 
 def num_tiles_bound(pairs: int, num_experts: int, tile_rows: int) -> int:

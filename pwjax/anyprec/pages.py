@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, MIN_BITS, BlockLayout, pack_page
+from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, MIN_BITS, BlockLayout, pack_page, unpack_lut
 from pwjax.anyprec.quantizer import quantize
 
 # Weights quantized and packed at once: bounds host memory beside the layer itself.
@@ -107,7 +107,7 @@ class UnpackedUnit:
 
     def __init__(self, layout: BlockLayout, pages: Mapping[int, np.ndarray]) -> None:
         self._layout = layout
-        self._tables = {bits: _full_table(_unpack_lut(layout, pages[bits], bits)) for bits in BITS}
+        self._tables = {bits: _full_table(_table(layout, pages[bits], bits)) for bits in BITS}
         start = layout.scale_offset_words
         self._scale = np.ascontiguousarray(pages[MIN_BITS][:, start : start + layout.rows]).view(np.float32)
         self._codes = _unpack_codes(tuple(jnp.asarray(pages[bits]) for bits in BITS), layout)
@@ -127,23 +127,29 @@ def _dense_weights(
     return _lookup(layout, codes, table, row_scale, bits).astype(jnp.bfloat16)
 
 
-def _unpack_lut(layout: BlockLayout, page: np.ndarray, bits: int) -> np.ndarray:
+def _table(layout: BlockLayout, page: np.ndarray, bits: int) -> np.ndarray:
     """Float16 `[E, G, 2**bits]`."""
     start = layout.lut_offset_words(bits)
-    words = page[:, start : start + layout.lut_words(bits)].reshape(len(page), layout.groups, -1)
-    return np.concatenate([words & 0xFFFF, words >> 16], axis=-1).astype(np.uint16).view(np.float16)
+    return unpack_lut(page[:, start : start + layout.lut_words(bits)].reshape(len(page), layout.groups, -1))
 
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _unpack_codes(pages: tuple[jax.Array, ...], layout: BlockLayout) -> jax.Array:
-    """8-bit codes `[E, N, K]` from the planes of pages 3..8."""
+    """8-bit codes `[E, N, K]` from the planes of pages 3..8; `layout.unpack_planes` in JAX, with few temporaries."""
     experts = pages[0].shape[0]
-    column = np.arange(layout.cols)
-    codes = jnp.zeros((experts, layout.rows, layout.cols), jnp.uint8)
-    for plane in range(MAX_BITS):
-        page, start = layout.plane_offset_words(plane)
+
+    def plane(number: int) -> jax.Array:
+        page, start = layout.plane_offset_words(number)
         words = pages[page - MIN_BITS][:, start : start + layout.plane_words]
-        words = words.reshape(experts, layout.rows, layout.words_per_row)
-        bit = (words[:, :, column // 32] >> (column % 32).astype(np.uint32)) & 1
-        codes = codes * 2 + bit.astype(jnp.uint8)
-    return codes
+        runs = words.reshape(experts, -1, layout.rows, layout.run_words)
+        return runs.swapaxes(1, 2).reshape(experts, layout.rows, -1, 1)
+
+    base = [plane(number) for number in range(3)]
+    nibble = 4 * np.arange(8, dtype=np.uint32)
+    last = sum((((word >> (nibble + 3)) & 1) << q for q, word in enumerate(base)), jnp.uint32(0))
+    codes = jnp.concatenate([*((word >> nibble) & 7 for word in base), last], axis=-1).astype(jnp.uint8)
+    column = np.arange(32, dtype=np.uint32)
+    shifts = 8 * (column % 4) + 7 - column // 4
+    for number in range(3, MAX_BITS):
+        codes = codes * 2 + ((plane(number) >> shifts) & 1).astype(jnp.uint8)
+    return codes.reshape(experts, layout.rows, -1)[..., : layout.cols]
