@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 from pwjax.bench import floors
 from pwjax.bench.launches import count_command_buffers, count_launches
-from pwjax.bench.timing import ROUNDS, copy_bytes_per_second
+from pwjax.bench.timing import ROUNDS, CacheEvents, copy_bytes_per_second
 from pwjax.engine.llm import LLM
 from pwjax.engine.sampling_params import SamplingParams
 from pwjax.engine.scheduler import Batch
@@ -21,6 +21,7 @@ from pwjax.engine.scheduler import Batch
 WARMUP_STEPS = 8
 ROUTING_SAMPLES = 4  # steps over which routing is counted
 DEVICE_STEPS = 20  # steps dispatched back to back
+MAX_CHUNK_TOKENS = 2048  # prompts of the usual context are one chunk, so that filling the cache is quick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class DecodeOptions:
     """What to measure.
 
     Attributes:
-        batches: sequences that decode together, descending.
+        batches: sequences that decode together, descending, each once.
         context: tokens of every sequence in the middle of the measured steps (of those that later run in a smaller
             batch, a little less in the larger ones).
         steps: measured steps a batch.
@@ -104,7 +105,8 @@ def _measure_batch(llm: LLM, batch: int, steps: int, copy_rate: float) -> dict[s
     device_s = _device_step_seconds(llm, work)
     reads, bits = _step_bytes(llm, work, contexts)
     floor_s = reads.total / copy_rate
-    launches = count_launches(_optimized_hlo(llm, work))
+    hlo = _optimized_hlo(llm, work)
+    launches = count_launches(hlo)
     return {
         "batch": batch,
         "method": str(llm.config.method),
@@ -120,7 +122,8 @@ def _measure_batch(llm: LLM, batch: int, steps: int, copy_rate: float) -> dict[s
         "bytes": dataclasses.asdict(reads) | {"total": reads.total},
         "launches": launches["total"],
         "launches_by_opcode": launches,
-        "command_buffers": count_command_buffers(_optimized_hlo(llm, work)),
+        "command_buffers": count_command_buffers(hlo),
+        "memory_bytes": _used_bytes(llm),
     }
 
 
@@ -173,25 +176,35 @@ def _chosen_experts(llm: LLM, work: Batch) -> np.ndarray:
     return np.asarray(np.any((after > before)[rows], axis=0))
 
 
+def _used_bytes(llm: LLM) -> int:
+    """Bytes that this moment needs: all that is fixed, and the slots in use."""
+    allocator = llm.engine.allocator
+    used = allocator.usable_slots - allocator.free_slots
+    return llm.built.fixed.total_bytes + used * llm.engine.kv.geometry.slot_words * 4
+
+
 def _optimized_hlo(llm: LLM, work: Batch) -> str:
     runner = llm.engine.runner
     return runner._steps[work.shape].as_text() or ""
 
 
 def run_decode(
-    make_llm: Any, *, batches: Iterable[int], context: int, steps: int, seed: int = 0
+    make_llm: Callable[..., LLM], options: DecodeOptions, *, max_num_seqs: int | None = None, seed: int = 0
 ) -> tuple[LLM, dict[str, Any]]:
     """Measures the copy rate, builds the engine, and benches it.
 
     Args:
         make_llm: called with the options `max_num_seqs`, `max_model_len` and `prefill_chunk_tokens`.
+        max_num_seqs: of the engine; None takes the largest batch.
     """
-    options = DecodeOptions(batches=tuple(sorted(set(batches), reverse=True)), context=context, steps=steps)
     copy_rate = copy_bytes_per_second()
     started_s = time.monotonic()
-    llm: LLM = make_llm(
-        max_num_seqs=options.batches[0], max_model_len=options.max_model_len, prefill_chunk_tokens=min(context, 2048)
-    )
+    with CacheEvents() as cache:
+        llm = make_llm(
+            max_num_seqs=max_num_seqs or options.batches[0],
+            max_model_len=options.max_model_len,
+            prefill_chunk_tokens=min(options.context, MAX_CHUNK_TOKENS),
+        )
     load_s = time.monotonic() - started_s
     rows = bench_decode(llm, options, copy_rate, seed)
     return llm, {
@@ -200,4 +213,6 @@ def run_decode(
         "cold_start_seconds": llm.built.compile_seconds,
         "load_seconds": load_s,
         "step_shapes": len(llm.config.step_shapes),
+        "compilation_cache_hits": cache.hits,
+        "compilation_cache_misses": cache.misses,
     }

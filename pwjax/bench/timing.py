@@ -53,3 +53,21 @@ def matmul_flops_per_second() -> float:
     a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
     product = jax.jit(lambda a, b: a @ b)
     return 2 * size**3 / median_seconds(lambda: product(a, b), calls=10)
+
+
+class CacheEvents:
+    """Counts what the persistent compilation cache had and had not, inside a `with` block."""
+
+    def __init__(self) -> None:
+        self.hits = self.misses = 0
+
+    def __enter__(self) -> CacheEvents:
+        jax.monitoring.register_event_listener(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_event(self, event: str, **_: str | int) -> None:
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+        self.misses += event == "/jax/compilation_cache/cache_misses"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -69,18 +70,19 @@ def _add_decode_options(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=_counts, default=(1, 4, 16, 64), metavar="N,N..", help="sequences (default 1,4,16,64)")
     add("--context", type=_count, default=2048, metavar="TOKENS", help="of every sequence (default 2048)")
     add("--steps", type=_count, default=64, metavar="N", help="measured steps a batch (default 64)")
+    add("--max-num-seqs", type=_count, metavar="N", help="of the engine (default: the largest batch)")
 
 
 def _decode(args: argparse.Namespace) -> dict[str, Any]:
-    from pwjax.bench.decode import run_decode
+    if args.max_num_seqs is not None and args.max_num_seqs < max(args.batch):
+        raise UserError(f"--max-num-seqs {args.max_num_seqs} is less than a batch of {max(args.batch)}")
+    from pwjax.bench.decode import DecodeOptions, run_decode
 
-    llm, figures = run_decode(
-        lambda **options: _make_llm(args, **options),
-        batches=args.batch,
-        context=args.context,
-        steps=args.steps,
-        seed=args.seed,
+    options = DecodeOptions(
+        batches=tuple(sorted(set(args.batch), reverse=True)), context=args.context, steps=args.steps
     )
+    make_llm = functools.partial(_make_llm, args)
+    llm, figures = run_decode(make_llm, options, max_num_seqs=args.max_num_seqs, seed=args.seed)
     stats = llm.stats()
     columns = (
         "batch bits context tokens_per_second step_ms device_step_ms floor_ms floor_share device_floor_share launches"
