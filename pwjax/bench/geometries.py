@@ -7,7 +7,7 @@ from typing import Any
 from pwjax.config import ModelConfig
 from pwjax.errors import UserError
 
-MAX_POSITIONS = 32768  # positions cost nothing until they are used; Qwen1.5-MoE's own limit is 8192
+MAX_POSITIONS = 2**17  # positions cost nothing until they are used; Qwen1.5-MoE's own limit is 8192
 
 _HF_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen1.5-moe": dict(

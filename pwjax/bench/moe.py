@@ -173,11 +173,7 @@ def _activations(rng: np.random.Generator, tokens: int, width: int) -> jax.Array
 
 def _matmul_entry(implementation: Implementation) -> Callable[..., jax.Array]:
     """`(x [T, K], slots [total_slots], bits, arena, *, layout) -> [T, N]`."""
-    try:
-        resolved = resolve_implementation(implementation)
-    except NotImplementedError as error:
-        raise UserError(f"--{error}") from None
-    if resolved == "xla":
+    if resolve_implementation(implementation) == "xla":
         return lambda x, slots, bits, arena, *, layout: _matmul_f32(
             x, reference.decode_block(slots, bits, arena, layout)
         )

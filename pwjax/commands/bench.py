@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pwjax.errors import UserError
+
+if TYPE_CHECKING:
+    from pallas_kernels.platform import Implementation
+    from pwjax.engine.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +30,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     figures = _BENCHES[args.bench][2](args)
-    device = jax.devices()[0].device_kind
-    return {"bench": args.bench, "device": device, "invocation": shlex.join(sys.argv), **figures}
+    common = {"bench": args.bench, "device": jax.devices()[0].device_kind, "invocation": shlex.join(sys.argv)}
+    return {**common, "method": None, "implementations": {}, "memory_budget_bytes": None, **figures}
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -45,20 +50,34 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of weights, prompts and random:<mean>")
 
 
-def _make_llm(args: argparse.Namespace, **options: Any) -> Any:
-    """The `LLM` of a random model."""
+def _llm_maker(args: argparse.Namespace) -> Callable[..., LLM]:
+    """What makes the `LLM` of a random model, given further options of it; the command's own are checked at once."""
     from pwjax.bench.geometries import model_config
     from pwjax.bench.synthetic import SyntheticModel
-    from pwjax.engine.config import Method
+    from pwjax.engine.config import EngineConfig, Method
     from pwjax.engine.llm import LLM
 
     method = Method.parse(args.method)
-    needed = int(method.bits or 0) if method.name == "uniform" else 8
-    max_bits = args.max_bits or (3 if method.name == "bf16" else needed)
+    needed = {"bf16": 3, "uniform": int(method.bits or 0)}.get(method.name, 8)
     config = model_config(args.geometry, args.layers)
-    model = SyntheticModel(config, max_bits=max_bits, lut_rows=args.lut_rows, seed=args.seed)
-    common = dict(method=args.method, implementation=args.implementation, seed=args.seed)
-    return LLM(model, **common, **options)
+    model = SyntheticModel(config, max_bits=args.max_bits or needed, lut_rows=args.lut_rows, seed=args.seed)
+    common: dict[str, Any] = dict(implementation=_resolved(args.implementation), seed=args.seed)
+    EngineConfig(method=method, **common)
+    return functools.partial(LLM, model, method=args.method, **common)
+
+
+def _resolved(implementation: Implementation) -> Implementation:
+    """What runs here.
+
+    Raises:
+        UserError: it can't.
+    """
+    from pallas_kernels.platform import resolve_implementation
+
+    try:
+        return resolve_implementation(implementation)
+    except NotImplementedError as error:
+        raise UserError(f"--{error}") from None
 
 
 # decode
@@ -81,8 +100,7 @@ def _decode(args: argparse.Namespace) -> dict[str, Any]:
     options = DecodeOptions(
         batches=tuple(sorted(set(args.batch), reverse=True)), context=args.context, steps=args.steps
     )
-    make_llm = functools.partial(_make_llm, args)
-    llm, figures = run_decode(make_llm, options, max_num_seqs=args.max_num_seqs, seed=args.seed)
+    llm, figures = run_decode(_llm_maker(args), options, max_num_seqs=args.max_num_seqs, seed=args.seed)
     stats = llm.stats()
     columns = (
         "batch bits context tokens_per_second step_ms device_step_ms floor_ms floor_share device_floor_share launches"
@@ -133,10 +151,10 @@ def _moe(args: argparse.Namespace) -> dict[str, Any]:
     from pwjax.bench.geometries import model_config
     from pwjax.bench.moe import bench_layer, bench_matmul
 
-    config = model_config(args.geometry)
+    config, implementation = model_config(args.geometry), _resolved(args.implementation)
     ceilings = Ceilings.measure(args.instructions)
-    names = ("bits", "tokens", "lut_rows", "implementation", "seed")
-    options: dict[str, Any] = {name: getattr(args, name) for name in names} | {"ceilings": ceilings}
+    options: dict[str, Any] = {name: getattr(args, name) for name in ("bits", "tokens", "lut_rows", "seed")}
+    options |= {"ceilings": ceilings, "implementation": implementation}
     if args.rows is None:
         rows = list(bench_layer(config, **options))
     else:
@@ -147,7 +165,7 @@ def _moe(args: argparse.Namespace) -> dict[str, Any]:
     )
     _show(rows, columns.split())
     what = {"geometry": args.geometry} if args.rows is None else {}
-    return {**what, "ceilings": ceilings, "rows": rows}
+    return {**what, "implementations": {"bitplane_moe": implementation}, "ceilings": ceilings, "rows": rows}
 
 
 # attention
@@ -170,21 +188,23 @@ def _attention(args: argparse.Namespace) -> dict[str, Any]:
     from pwjax.bench.calls import Ceilings
     from pwjax.bench.geometries import model_config
 
+    config, implementation = model_config(args.geometry), _resolved(args.implementation)
     ceilings = Ceilings.measure()
     rows = list(
         bench_attention(
-            model_config(args.geometry),
+            config,
             batches=args.batch,
             contexts=args.context,
             queries=args.queries,
             ceilings=ceilings,
-            implementation=args.implementation,
+            implementation=implementation,
             seed=args.seed,
         )
     )
     columns = "batch context queries microseconds gigabytes_per_second floor_share bytes_floor_us error failure"
     _show(rows, columns.split())
-    return {"geometry": args.geometry, "ceilings": ceilings, "rows": rows}
+    implementations = {"paged_attention": implementation}
+    return {"geometry": args.geometry, "implementations": implementations, "ceilings": ceilings, "rows": rows}
 
 
 # prefill
@@ -203,11 +223,12 @@ def _prefill(args: argparse.Namespace) -> dict[str, Any]:
     from pwjax.bench.prefill import bench_prefill
     from pwjax.bench.timing import matmul_flops_per_second
 
+    make_llm = _llm_maker(args)
     rate = matmul_flops_per_second()
     # One token more than the longest prompt; a whole KV block, so that lengths near each other share programs.
     length = -(-(max(args.tokens) + 1) // 16) * 16
     chunk = args.prefill_chunk_tokens
-    llm = _make_llm(args, max_num_seqs=1, max_model_len=length, prefill_chunk_tokens=chunk)
+    llm = make_llm(max_num_seqs=1, max_model_len=length, prefill_chunk_tokens=chunk)
     rows = list(bench_prefill(llm, args.tokens, rounds=args.rounds, matmul_rate=rate, seed=args.seed))
     _show(rows, "tokens bits first_token_ms tokens_per_second floor_ms floor_share".split())
     fields = {"prefill_chunk_tokens": chunk, "matmul_flops_per_second": rate, "rows": rows}
@@ -256,6 +277,17 @@ def _count(text: str) -> int:
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _rate(text: str) -> float:
+    """A finite number from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
 
 
 def _counts(text: str) -> tuple[int, ...]:
