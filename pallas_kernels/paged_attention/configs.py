@@ -1,4 +1,9 @@
-"""How the Triton kernels cut their work: from a table measured on this device, or by rule."""
+"""How the Triton kernels cut their work: by a table measured on this device, or by rule.
+
+A table is `tuned/<device kind, lower case, underscores>.json`: a list of
+`{"max_rows": .., "max_head_dim": .., "config": {.. fields of Config but splits ..}, "programs_an_sm": ..}` for bfloat16,
+of which the first that fits a call is used. Splits follow from `programs_an_sm`, the batch and the longest context.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +79,7 @@ def default_config(work: Work) -> Config:
 
 
 def _tuned(work: Work) -> tuple[Config, int] | None:
-    """The first entry of the device's table that fits; see `tuned/README.md`."""
+    """What the device's table says, if it has an entry that fits."""
     if work.exact or work.geometry.dtype != "bfloat16":
         return None
     for entry in _table(jax.devices()[0].device_kind):
@@ -91,14 +96,14 @@ def _table(device_kind: str) -> list[dict[str, Any]]:
 
 def _by_rule(work: Work) -> tuple[Config, int]:
     """A configuration, and how many programs of it a multiprocessor should get."""
-    wide = work.geometry.head_words > (128 if work.exact else 64)
+    wide = work.geometry.head_words > 64
     if work.rows <= (4 if work.exact else 2):
-        return Config(body="vector"), 8
+        return Config(body="vector", block_keys=32), 8
     rows = max(16, _next_power_of_two(work.rows))
     if work.exact:  # products of float32 are done one by one: small blocks, or they spill
-        return Config(body="matrix", block_rows=min(rows, 32 if wide else 64), block_keys=32), 4
+        return Config(body="matrix", block_rows=min(rows, 32), block_keys=16, num_warps=8 if wide else 4), 4
     if rows <= 32:
-        return Config(body="matrix", block_rows=rows, num_stages=2), 4
+        return Config(body="matrix", block_rows=rows, block_keys=32 if wide else 64, num_stages=2), 4
     if rows == 64 or wide:
         return Config(body="matrix", block_rows=64, block_keys=32 if wide else 64), 2
     return Config(body="matrix", block_rows=128, num_warps=8, num_stages=2), 1
