@@ -1,8 +1,8 @@
 """How the Triton kernels cut their work: by a table measured on this device, or by rule.
 
 A table is `tuned/<device kind, lower case, underscores>.json`: a list of
-`{"max_rows": .., "max_head_dim": .., "config": {.. fields of Config but splits ..}, "programs_an_sm": ..}`, of which the
-first that fits a call in bfloat16 is used. Splits follow from `programs_an_sm`, the batch and the longest context.
+`{"max_rows": .., "max_head_dim": .., "config": {.. fields of Config but splits ..}, "programs_an_sm": ..}`, of which
+the first that fits a call in bfloat16 is used. Splits follow from `programs_an_sm`, the batch and the longest context.
 """
 
 from __future__ import annotations
