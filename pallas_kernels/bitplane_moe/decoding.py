@@ -23,10 +23,8 @@ Words = tuple[jax.Array, ...]
 """int32 `[block_n, block_words]` of some planes."""
 Add = Callable[[jax.Array, "jax.Array | int", jax.Array], jax.Array]
 
-GROUPS = 8
-"""Groups of four columns in a word."""
 UNROLLED_BITS = 4
-"""Above, the groups are a loop: a third slower than unrolled, and compiled in a tenth of the time."""
+"""Up to here half of a word's groups are unrolled; above, all are a loop: the compiler's time grows with the square."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Block:
         return self.block * self.block_n + jnp.arange(self.block_n, dtype=jnp.int32)
 
     def fold_tiles(self, bits: int, block_words: int) -> Callable[[jax.Array, Add, jax.Array], jax.Array]:
-        """A function `fold(index, add, total)` over the sixteen tiles of a block of words, `total = add(total, d, tile)`.
+        """A function `fold(index, add, total)`: `total = add(total, d, tile)` for the sixteen tiles of a block of words.
 
         Tile d holds weights without the row scale, float16 `[block_n, 2 * block_words]`; its element `[n, 2 * w + j]`
         is column `32 * w + 2 * d + j`.
@@ -67,16 +65,21 @@ class Block:
         def fold(index: jax.Array, add: Add, total: jax.Array) -> jax.Array:
             words = tuple(self._plane(plane, index, block_words) for plane in range(bits))
 
-            def add_group(group, total):
-                for second, tile in enumerate(decode(_top_indices(words, group), words[3:], group)):
+            def add_group(quarter, half, total):
+                group = 2 * quarter + half
+                for second, tile in enumerate(decode(_top_indices(words, quarter, half), words[3:], group)):
                     total = add(total, 2 * group + second, tile)
                 return total
 
-            if bits > UNROLLED_BITS:
-                return lax.fori_loop(jnp.int32(0), jnp.int32(GROUPS), add_group, total)
-            for group in range(GROUPS):
-                total = add_group(group, total)
-            return total
+            def add_half(half, total):
+                for quarter in range(4):
+                    total = add_group(quarter, half, total)
+                return total
+
+            if bits <= UNROLLED_BITS:
+                return lax.fori_loop(jnp.int32(0), jnp.int32(2), add_half, total)
+            add_any = lambda group, total: add_group(group >> 1, group & 1, total)  # noqa: E731
+            return lax.fori_loop(jnp.int32(0), jnp.int32(8), add_any, total)
 
         return fold
 
@@ -169,17 +172,19 @@ class Block:
         return entries
 
 
-def _top_indices(words: Words, group: jax.Array | int) -> jax.Array:
-    """int32 whose nibbles 0..3 are the top three bits of the indices of a group of four columns; others above them."""
+def _top_indices(words: Words, quarter: jax.Array | int, half: jax.Array) -> jax.Array:
+    """int32 whose nibbles 0..3 are the top three bits of group `2 * quarter + half`; what is above is of no use."""
     base, shift = words[:3], lax.shift_right_logical
     last = jnp.int32(0)
     for q, word in enumerate(base):
         last = last | (shift(word, jnp.int32(3 - q)) & (0x11111111 << q))
     nibbles = [*(word & 0x77777777 for word in base), last]
-    if isinstance(group, int):
-        return shift(nibbles[group // 2], jnp.int32(16)) if group % 2 else nibbles[group // 2]
-    pair = jnp.where(group < 4, nibbles[0], nibbles[2]), jnp.where(group < 4, nibbles[1], nibbles[3])
-    return shift(jnp.where(group & 2 == 0, *pair), jnp.int32(16) * (group & 1))
+    if isinstance(quarter, int):
+        chosen = nibbles[quarter]
+    else:
+        even = jnp.where(quarter < 2, nibbles[0], nibbles[2])
+        chosen = jnp.where(quarter & 1 == 0, even, jnp.where(quarter < 2, nibbles[1], nibbles[3]))
+    return shift(chosen, jnp.int32(16) * half)
 
 
 def _axis(dimension: int, size: int) -> jax.Array:

@@ -113,7 +113,7 @@ class _Builder:
         self.max_model_len = self._max_model_len()
         chunk = min(config.prefill_chunk_tokens, self.max_model_len)  # longer chunks would only cost workspace
         self.options = dataclasses.replace(config, prefill_chunk_tokens=chunk)
-        self.geometry = model.geometry()
+        self.geometry = dataclasses.replace(model.geometry(), max_bits=self.max_bits)
         self.kv = KVGeometry(
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
