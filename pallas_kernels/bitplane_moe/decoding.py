@@ -50,7 +50,7 @@ class Block:
         return self.block * self.block_n + jnp.arange(self.block_n, dtype=jnp.int32)
 
     def fold_tiles(self, bits: int, block_words: int) -> Callable[[jax.Array, Add, jax.Array], jax.Array]:
-        """A function `fold(index, add, total)`: `total = add(total, d, tile)` for the sixteen tiles of a block of words.
+        """A function `fold(index, add, total)`: `total = add(total, d, tile)` for the sixteen tiles of a block.
 
         Tile d holds weights without the row scale, float16 `[block_n, 2 * block_words]`; its element `[n, 2 * w + j]`
         is column `32 * w + 2 * d + j`.
