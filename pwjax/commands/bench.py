@@ -133,7 +133,7 @@ def _add_moe_options(parser: argparse.ArgumentParser) -> None:
     add("--lut-rows", type=int, default=1, choices=(1, 32), help="rows that share a lookup table (default 1)")
     add(
         "--instructions",
-        type=float,
+        type=_rate,
         default=3.3,
         metavar="N",
         help="integer instructions a decoded weight, for the floor",
@@ -267,7 +267,7 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any]:
 def _bits(text: str) -> tuple[int | str, ...]:
     """`3,4,mixed`."""
     parts = text.split(",")
-    if any(part != "mixed" and part not in "345678" for part in parts) or "" in parts:
+    if not set(parts) <= {"mixed", *"345678"}:
         raise argparse.ArgumentTypeError(f"{text!r}: bits are 3 to 8 or mixed, as in 3,4,mixed")
     return tuple(part if part == "mixed" else int(part) for part in parts)
 
