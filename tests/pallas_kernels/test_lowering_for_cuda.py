@@ -83,8 +83,11 @@ def test_paged_attention(case: AttentionCase) -> None:
 
 
 def test_layers_share_a_kernel() -> None:
-    one, all_of_them = (_attention_modules(TAILS[0], 1000, layers) for layers in ((0,), (0, 1)))
-    assert one == all_of_them
+    """Also the lowering: JAX keeps one of the first layer and one of all others, whatever their number."""
+    layers = AttentionCase(layers=6)
+    one, all_of_them = (_attention_modules(layers, 1000, numbers) for numbers in ((0,), tuple(range(6))))
+    assert set(one) == set(all_of_them)
+    assert len(all_of_them) <= 2 * len(one)
 
 
 def test_large_arenas_are_addressed_in_64_bits() -> None:
