@@ -51,7 +51,7 @@ class Scale:
     context: int
     steps: int
     prompts: tuple[int, ...]
-    matrices: tuple[tuple[int, int], ...]
+    matrices: tuple[tuple[int, int, str], ...]  # rows, columns, bits
     layer_tokens: tuple[int, ...]
     attention: tuple[tuple[int, int], ...]  # (batch, context)
     experts: int | None
@@ -65,7 +65,7 @@ FULL = Scale(
     context=2048,
     steps=64,
     prompts=(512, 2048, 4096, 8192),
-    matrices=((28672, 4096), (11264, 2048)),
+    matrices=((28672, 4096, "3,4,6,8"), (11264, 2048, "3,4")),
     layer_tokens=(1, 4, 16, 64, 512, 4096),
     attention=((1, 2048), (4, 2048), (64, 2048), (1, 32768)),
     experts=None,
@@ -77,7 +77,7 @@ TINY = Scale(
     context=64,
     steps=4,
     prompts=(16, 48),
-    matrices=((96, 64),),
+    matrices=((96, 64, "3,4"),),
     layer_tokens=(1, 4),
     attention=((1, 64), (2, 96)),
     experts=2,
@@ -98,36 +98,39 @@ def jobs(scale: Scale, peer_python: str) -> Iterator[Job]:
     """All of them, the most important first."""
     peers = (peer_python, str(ROOT / "scripts/bench_peers.py"), *scale.peer)
     yield Job("peers", ("decode", "prefill"), (*peers, "--parts", "decode,prefill" if scale is FULL else "prefill"))
-    yield _decode("uniform:4", scale, ("decode", "table3"))
-    yield _decode("bf16", scale, ("decode", "table3"))
-    for number, (rows, cols) in enumerate(scale.matrices):
-        matrix = ("--rows", str(rows), "--cols", str(cols), "--bits", "3,4,6,8", "--tokens", "1,4,8")
+    yield _decode("decode-uniform-4", ("decode",), scale, "uniform:4", scale.batches)
+    yield _decode("decode-bf16", ("decode", "table3"), scale, "bf16", scale.batches)
+    for number, (rows, cols, bits) in enumerate(scale.matrices):
+        matrix = ("--rows", str(rows), "--cols", str(cols), "--bits", bits, "--tokens", "1,4,8")
         yield Job(f"moe-matrix-{number}", ("moe",), _pwjax("moe", *matrix))
-    yield _decode("random:4", scale, ("decode", "table3"))
+    for kind in ("uniform", "random"):
+        yield _table3(kind, 4, scale, ("decode", "table3"))
     prompts = ("--tokens", _listed(scale.prompts), "--geometry", scale.geometry)
     yield Job("prefill", ("prefill",), _pwjax("prefill", *prompts))
-    layer = ("--geometry", scale.geometry, "--bits", "3,4,6,mixed", "--tokens", _listed(scale.layer_tokens))
+    layer = ("--geometry", scale.geometry, "--bits", "4,mixed", "--tokens", _listed(scale.layer_tokens))
     yield Job("moe-layer", ("moe",), _pwjax("moe", *layer))
     for number, (batch, context) in enumerate(scale.attention):
         where = ("--geometry", scale.geometry, "--batch", str(batch), "--context", str(context))
         yield Job(f"attention-{number}", ("attention",), _pwjax("attention", *where))
     experts = () if scale.experts is None else ("--experts", str(scale.experts))
     yield Job("quantize", ("quantize",), _pwjax("quantize", "--geometry", scale.geometry, *experts))
-    for method in (f"{kind}:{width}" for width in WIDTHS if width != 4 for kind in ("uniform", "random")):
-        yield _decode(method, scale, ("table3",))
+    for width in WIDTHS:
+        for kind in ("uniform", "random") if width != 4 else ():
+            yield _table3(kind, width, scale, ("table3",))
     if scale.mixtral_layers:
         mixtral = ("--geometry", "mixtral", "--layers", str(scale.mixtral_layers), "--batch", "1,4")
         yield Job("decode-mixtral", ("decode",), _pwjax("decode", *mixtral, "--method", "uniform:4"))
     yield Job("peers-eager", ("decode",), (*peers, "--parts", "eager"))
 
 
-def _decode(method: str, scale: Scale, parts: tuple[str, ...]) -> Job:
-    """Decoding with one method. All methods have the same shapes, so that those with pages share compiled programs."""
-    batches = scale.batches if "decode" in parts else TABLE3_BATCHES
-    sizes = ("--batch", _listed(batches), "--max-num-seqs", str(max(scale.batches)), "--max-bits", "8")
-    how = ("--context", str(scale.context), "--steps", str(scale.steps))
-    options = ("--geometry", scale.geometry, "--method", method, *sizes, *how)
-    return Job(f"decode-{method.replace(':', '-')}", parts, _pwjax("decode", *options))
+def _table3(kind: str, width: int, scale: Scale, parts: tuple[str, ...]) -> Job:
+    """Table 3's methods all serve up to 8 bits: they differ in their pages only, and share compiled programs."""
+    return _decode(f"table3-{kind}-{width}", parts, scale, f"{kind}:{width}", TABLE3_BATCHES, "--max-bits", "8")
+
+
+def _decode(name: str, parts: tuple[str, ...], scale: Scale, method: str, batches: Iterable[int], *options: str) -> Job:
+    how = ("--batch", _listed(batches), "--context", str(scale.context), "--steps", str(scale.steps))
+    return Job(name, parts, _pwjax("decode", "--geometry", scale.geometry, "--method", method, *how, *options))
 
 
 def _pwjax(bench: str, *options: str) -> tuple[str, ...]:
@@ -161,7 +164,7 @@ class Peer:
 PEER_DECODE = "transformers bf16, compiled, grouped_mm"
 PEER_PREFILL = "transformers bf16, grouped_mm"
 OWN_BF16 = "pwjax bf16"
-OWN_UNIFORM = "pwjax uniform:4"
+OWN_UNIFORM = "pwjax uniform:4, compiled for up to 8 bits too"
 ANY_PRECISION = "Any-Precision CUDA kernel (recorded)"
 MUST_DECODE = {1: 1.8, 4: 1.6}
 MUST_OWN_BF16 = {1: 1.15, 4: 1.25, 16: 1.2, 64: 1.1}
@@ -195,14 +198,16 @@ def decode_file(results: Results) -> list[Row]:
     compiled = {row["batch"]: row for row in peers if row["what"] == "decode" and row["compiled"]}
     own = {row["batch"]: row for row in rows_of(results, "decode-bf16")}
     uniform = {row["batch"]: row for row in rows_of(results, "decode-uniform-4")}
-    mixed = {row["batch"]: row for row in rows_of(results, "decode-random-4")}
-    rows = [*uniform.values(), *own.values(), *mixed.values()]
+    wider = {row["batch"]: row for row in rows_of(results, "table3-uniform-4")}
+    mixed = {row["batch"]: row for row in rows_of(results, "table3-random-4")}
+    rows = [{**row, "max_bits": 4} for row in uniform.values()] + [*own.values()]
+    rows += [{**row, "max_bits": 8} for row in (*wider.values(), *mixed.values())]
     rows += [{"geometry": "mixtral", **row} for row in rows_of(results, "decode-mixtral")]
     rows += [{"peer": results["peers"]["peer"], **row} for row in peers if row["what"] == "decode"]
     sources = (
         (uniform, compiled, PEER_DECODE, MUST_DECODE),
         (uniform, own, OWN_BF16, MUST_OWN_BF16),
-        (mixed, uniform, OWN_UNIFORM, MUST_MIXED),
+        (mixed, wider, OWN_UNIFORM, MUST_MIXED),
         (own, compiled, PEER_DECODE, {}),
     )
     return rows + [
@@ -245,14 +250,14 @@ def attention_file(results: Results) -> list[Row]:
 
 def table3_file(results: Results) -> list[Row]:
     """Memory and speed by width, uniform and mixed, as Table 3 of the paper has them."""
-    methods = ["bf16", *(f"{kind}-{width}" for width in WIDTHS for kind in ("uniform", "random"))]
+    names = ["decode-bf16", *(f"table3-{kind}-{width}" for width in WIDTHS for kind in ("uniform", "random"))]
     kept = (
         "method bits batch context memory_bytes tokens_per_second step_ms device_step_ms floor_share launches"
     ).split()
     return [
         {key: row[key] for key in kept}
-        for method in methods
-        for row in sorted(rows_of(results, f"decode-{method}"), key=lambda row: row["batch"])
+        for name in names
+        for row in sorted(rows_of(results, name), key=lambda row: row["batch"])
         if row["batch"] in TABLE3_BATCHES
     ]
 

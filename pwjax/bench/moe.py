@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -22,7 +23,6 @@ from pwjax.bench.blocks import RandomBlocks, scattered
 from pwjax.bench.calls import Ceilings, Work, check_and_time, distinct_calls, figures
 from pwjax.bench.synthetic import distinct_blocks
 from pwjax.config import ModelConfig
-from pwjax.errors import UserError
 
 MATMUL_SLOT_WORDS = 8192
 Bits = int | Literal["mixed"]
@@ -36,13 +36,14 @@ def bench_matmul(
     tokens: Iterable[int],
     lut_rows: int,
     ceilings: Ceilings,
+    max_bits: int | None = None,
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """One matrix `[rows, cols]` by `tokens` activations; a row for each of `bits` and `tokens`.
 
-    Raises:
-        UserError: the kernel has no entry for one matrix.
+    Args:
+        max_bits: highest precision that the kernel is compiled for; None takes each row's own.
     """
     matmul = _matmul_entry(implementation)
     layout = BlockLayout(rows=rows, cols=cols, lut_rows=lut_rows, slot_words=MATMUL_SLOT_WORDS)
@@ -56,7 +57,8 @@ def bench_matmul(
         for count in tokens:
             operands = [(_activations(rng, count, cols), slots[i, 0], jnp.int32(b)) for i in range(calls)]
             expected = _matmul_f32(operands[0][0], blocks.weights(0, b))
-            result = check_and_time(functools.partial(matmul, layout=layout), operands, arena, expected)
+            op = functools.partial(matmul, layout=layout, max_bits=max_bits or b)
+            result = check_and_time(op, operands, arena, expected)
             work = Work(
                 bytes=block_bytes + count * (2 * cols + 4 * rows),
                 flops=2.0 * count * rows * cols,
@@ -79,16 +81,20 @@ def bench_layer(
     tokens: Iterable[int],
     lut_rows: int,
     ceilings: Ceilings,
+    max_bits: int | None = None,
     implementation: Implementation = "auto",
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """All routed experts of a layer, random routing; a row for each of `bits` and `tokens`.
 
     Every call has pages of its own, as the layers of a model have. `mixed` draws 3..8 bits for every linear-block.
+
+    Args:
+        max_bits: highest precision that the kernel is compiled for; None takes each row's own.
     """
     bits, tokens = tuple(bits), tuple(tokens)
-    highest = max(MAX_BITS if b == "mixed" else b for b in bits)
-    bench = _LayerBench(config, highest, lut_rows, ceilings, implementation, np.random.default_rng(seed))
+    highest = max(map(_highest, bits))
+    bench = _LayerBench(config, highest, lut_rows, ceilings, max_bits, implementation, np.random.default_rng(seed))
     for b in bits:
         yield from bench.rows(b, tokens)
 
@@ -97,21 +103,22 @@ class _LayerBench:
     def __init__(
         self,
         config: ModelConfig,
-        max_bits: int,
+        page_bits: int,
         lut_rows: int,
         ceilings: Ceilings,
+        max_bits: int | None,
         implementation: Implementation,
         rng: np.random.Generator,
     ) -> None:
         self.config, self.ceilings, self.rng = config, ceilings, rng
+        self.max_bits, self.implementation = max_bits, implementation
         slot_words, _ = choose_slot_words(config, (lut_rows, lut_rows))
-        geometry = moe_geometry(config, dict.fromkeys(UNITS, lut_rows), slot_words)
+        self.geometry = moe_geometry(config, dict.fromkeys(UNITS, lut_rows), slot_words)
         self.lut_rows: dict[str, int] = dict.fromkeys(UNITS, lut_rows)
         self.units = [
-            RandomBlocks.draw(rng, layout, min(distinct_blocks(layout), config.num_experts), max_bits)
-            for layout in (geometry.gate_up, geometry.down)
+            RandomBlocks.draw(rng, layout, min(distinct_blocks(layout), config.num_experts), page_bits)
+            for layout in (self.geometry.gate_up, self.geometry.down)
         ]
-        self.op = functools.partial(bitplane_moe, geometry=geometry, implementation=implementation)
 
     def rows(self, bits: Bits, tokens: Iterable[int]) -> Iterator[dict[str, Any]]:
         """A row for each of `tokens`; all share an arena."""
@@ -143,7 +150,11 @@ class _LayerBench:
             for i in range(layers)
         ]
         expected = _expected_layer(calls[0][0], ids[0], weights[0], self.units, layer_bits[0])
-        result = check_and_time(lambda *operands: self.op(*operands)[0], calls, arena, expected)
+        max_bits = self.max_bits or _highest(bits)
+        static = dict(
+            geometry=dataclasses.replace(self.geometry, max_bits=max_bits), implementation=self.implementation
+        )
+        result = check_and_time(lambda *operands: bitplane_moe(*operands, **static)[0], calls, arena, expected)
         an_expert = sum(unit.layout.rows * unit.layout.cols for unit in self.units)
         distinct = float(chosen.sum()) / len(chosen)
         work = Work(
@@ -151,12 +162,18 @@ class _LayerBench:
             flops=2.0 * tokens * top_k * an_expert,
             decoded_weights=distinct * an_expert,
         )
-        fields = dict(bits=bits, tokens=tokens, lut_rows=self.lut_rows["gate_up"], experts=experts, top_k=top_k)
+        fields = dict(
+            bits=bits, max_bits=max_bits, tokens=tokens, lut_rows=self.lut_rows["gate_up"], experts=experts, top_k=top_k
+        )
         shape = dict(hidden=config.hidden_size, inner=config.moe_intermediate_size, distinct_experts=distinct)
         return {**fields, **shape, **figures(result, work, self.ceilings)}
 
     def _bytes(self, chosen: np.ndarray, bits: np.ndarray) -> float:
         return floors.expert_bytes(self.config, chosen, bits, self.lut_rows)
+
+
+def _highest(bits: Bits) -> int:
+    return MAX_BITS if bits == "mixed" else bits
 
 
 def _route(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -> np.ndarray:
@@ -172,17 +189,14 @@ def _activations(rng: np.random.Generator, tokens: int, width: int) -> jax.Array
 
 
 def _matmul_entry(implementation: Implementation) -> Callable[..., jax.Array]:
-    """`(x [T, K], slots [total_slots], bits, arena, *, layout) -> [T, N]`."""
+    """`(x [T, K], slots [total_slots], bits, arena, *, layout, max_bits) -> [T, N]`."""
     if resolve_implementation(implementation) == "xla":
-        return lambda x, slots, bits, arena, *, layout: _matmul_f32(
+        return lambda x, slots, bits, arena, *, layout, max_bits: _matmul_f32(
             x, reference.decode_block(slots, bits, arena, layout)
         )
-    from pallas_kernels.bitplane_moe import triton
+    from pallas_kernels.bitplane_moe import triton  # the backend is optional and deprecated: load it when it is used
 
-    entry = getattr(triton, "matmul", None)
-    if entry is None:
-        raise UserError("bench moe: this version's Triton kernel has no entry for one matrix; leave --rows and --cols")
-    return entry
+    return triton.matmul
 
 
 def _matmul_f32(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -131,6 +131,7 @@ def _add_moe_options(parser: argparse.ArgumentParser) -> None:
     add("--bits", type=_bits, default=(3, 4), metavar="B,B..", help="3 to 8, and for a layer mixed (default 3,4)")
     add("--tokens", type=_counts, default=(1, 4, 8), metavar="N,N..", help="activations (default 1,4,8)")
     add("--lut-rows", type=int, default=1, choices=(1, 32), help="rows that share a lookup table (default 1)")
+    add("--max-bits", type=int, choices=range(3, 9), metavar="BITS", help="compile for so many (default: a row's own)")
     add(
         "--instructions",
         type=_rate,
@@ -147,13 +148,16 @@ def _moe(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--rows and --cols go together; without them a whole layer is measured")
     if args.rows is not None and "mixed" in args.bits:
         raise UserError("--bits mixed goes with a whole layer; one matrix has one width")
+    highest = max(8 if bits == "mixed" else bits for bits in args.bits)
+    if args.max_bits is not None and args.max_bits < highest:
+        raise UserError(f"--max-bits {args.max_bits} is less than --bits {highest}")
     from pwjax.bench.calls import Ceilings
     from pwjax.bench.geometries import model_config
     from pwjax.bench.moe import bench_layer, bench_matmul
 
     config, implementation = model_config(args.geometry), _resolved(args.implementation)
     ceilings = Ceilings.measure(args.instructions)
-    options: dict[str, Any] = {name: getattr(args, name) for name in ("bits", "tokens", "lut_rows", "seed")}
+    options: dict[str, Any] = {name: getattr(args, name) for name in ("bits", "tokens", "lut_rows", "max_bits", "seed")}
     options |= {"ceilings": ceilings, "implementation": implementation}
     if args.rows is None:
         rows = list(bench_layer(config, **options))

@@ -112,6 +112,7 @@ def test_quantize(bench):
         ("moe --bits 9", "bits are 3 to 8"),
         ("moe --bits 34", "bits are 3 to 8"),
         ("moe --rows 8 --cols 8 --bits mixed", "goes with a whole layer"),
+        ("moe --bits 3,mixed --max-bits 6", "--max-bits 6 is less than --bits 8"),
         ("moe --instructions=-1", "not a number of at least 0"),
         ("attention --context 8 --queries 9", "--queries 9 is more"),
         ("quantize --lut-rows 2", "invalid choice"),

@@ -34,7 +34,8 @@ def results() -> dict:
         "peers": {"peer": "transformers", "rows": peer},
         "decode-uniform-4": {"rows": [decode_row("uniform:4", b, 500.0 * b, 4.0) for b in (64, 4, 1)]},
         "decode-bf16": {"rows": [decode_row("bf16", b, 400.0 * b, None) for b in (4, 1)]},
-        "decode-random-4": {"rows": [decode_row("random:4", 1, 490.0, 4.02)]},
+        "table3-uniform-4": {"rows": [decode_row("uniform:4", b, 490.0 * b, 4.0) for b in (4, 1)]},
+        "table3-random-4": {"rows": [decode_row("random:4", 1, 480.2, 4.02)]},
         "prefill": {"rows": [{"tokens": 2048, "tokens_per_second": 80_000.0, "first_token_ms": 25.6}]},
         "moe-matrix-0": {
             "rows": [
@@ -88,7 +89,7 @@ def test_jobs(script):
     names = [job.name for job in script.jobs(script.FULL, "python")]
     assert len(set(names)) == len(names)
     assert names[:3] == ["peers", "decode-uniform-4", "decode-bf16"]
-    table3 = {f"decode-{kind}-{width}" for kind in ("uniform", "random") for width in (3, 4, 5, 6)}
+    table3 = {f"table3-{kind}-{width}" for kind in ("uniform", "random") for width in (3, 4, 5, 6)}
     assert table3 < set(names)
     for job in script.jobs(script.TINY, "python"):
         assert set(job.parts) <= set(script.PARTS)
