@@ -11,7 +11,7 @@ takes from there what an earlier run has done. `--tiny` shows on any machine tha
 A file has `rows` of figures. A row with a `peer` compares: `ratio` above 1 means that pwjax is faster; `must` is the
 ratio (or, without a peer, the share of the floor) that was to be reached. The kernel figures of Any-Precision are those
 that were recorded for its CUDA kernel on an H200; all other peers are measured in the same run.
-The last line of stdout is one JSON object: all comparisons, and what failed.
+The last line of stdout is one JSON object: all comparisons, and what failed; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ def show(rows: Iterable[Row]) -> None:
         say(f"{row['part']:10} {shown}  {what}{bits}  {against}{must}")
 
 
-def main() -> None:
+def main() -> int:
     args = parse_arguments()
     scale = TINY if args.tiny else FULL
     raw = args.out / "raw"
@@ -425,6 +425,7 @@ def main() -> None:
     show(compared)
     seconds = time.monotonic() - started_s
     print_json_last({"command": "bench_h200", "comparisons": compared, "failures": failures, "seconds": seconds})
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

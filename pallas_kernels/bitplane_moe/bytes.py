@@ -33,22 +33,18 @@ def spread_signs(words: jax.Array, *, interpret: bool) -> jax.Array:
     return (lax.shift_right_logical(words, jnp.int32(7)) & 0x01010101) * 255
 
 
-def join_bytes(low: jax.Array, high: jax.Array, second: bool, *, interpret: bool) -> jax.Array:
-    """float16 `[N, 2 * W]` from int32 `[N, W]`: elements 2w and 2w + 1 have bytes 0 and 1 of `low[:, w]` as their low
-    bytes, of `high[:, w]` as their high ones; bytes 2 and 3 where `second`."""
-    low, high = (_twice(words) for words in (low, high))
+def join_bytes(low: jax.Array, high: jax.Array, second: jax.Array, *, interpret: bool) -> jax.Array:
+    """float16 from four low and four high bytes; the last axis, of two, holds the same words twice.
+
+    Element j of that axis is made of bytes `2 * second + j` of both; `second` is 0 or 1, the same for a pair.
+    """
     if not interpret:
-        selector = "0x7362" if second else "0x5140"
-        # Two neighbours make one register, and both come from the same words: operands 2 and 4 repeat 1 and 3.
-        return _instruction(f"prmt.b32 $0, $1, $3, {selector};", low, high, dtype=jnp.float16, pack=2)
-    shift = 8 * (2 * int(second) + (lax.broadcasted_iota(jnp.int32, low.shape, 1) & 1))
-    halves = (low >> shift & 255) | (high >> shift & 255) << 8
+        selector = jnp.where(second == 0, jnp.int32(0x5140), jnp.int32(0x7362))
+        # Two neighbours make one register, and both come from the same words: every second operand repeats the first.
+        return _instruction("prmt.b32 $0, $1, $3, $5;", low, high, selector, dtype=jnp.float16, pack=2)
+    shift = 8 * (2 * second + lax.broadcasted_iota(jnp.int32, low.shape, low.ndim - 1))
+    halves = (lax.shift_right_logical(low, shift) & 255) | (lax.shift_right_logical(high, shift) & 255) << 8
     return lax.bitcast_convert_type(halves.astype(jnp.uint16), jnp.float16)
-
-
-def _twice(words: jax.Array) -> jax.Array:
-    """`[N, W]` to `[N, 2 * W]`, every element twice in a row."""
-    return jnp.broadcast_to(words[:, :, None], (*words.shape, 2)).reshape(words.shape[0], -1)
 
 
 def _instruction(text: str, *operands: jax.Array, dtype=jnp.int32, pack: int = 1) -> jax.Array:

@@ -1,15 +1,19 @@
 """From words of planes to weights, inside a kernel: a block of rows of one linear-block.
 
-A thread decodes whole words, 32 columns of a row, into sixteen float16 tiles of one pair of columns a word. Integer
-instructions bind the kernel (the memory delivers a 4-bit weight in the time of two), so up to 6 bits a LUT is a set of
-byte tables in registers, looked up four weights at a time (see `layout`). Above, entries are loaded one by one.
+A thread decodes whole words, 32 columns of a row. Integer instructions bind the kernel (the memory delivers a 4-bit
+weight in the time of two), so up to 6 bits a LUT is a set of byte tables in registers, looked up four weights at a time
+(see `layout`). Above, entries are loaded one by one.
+
+A *tile* is a quarter of a block of words, columns `8 * q .. 8 * q + 7` of each, as a float16 operand of the tensor
+cores `[block_n, 8 * block_words]`. Its columns stand in the order in which threads hold such operands, four words side
+by side, so that what a thread decodes never leaves its registers; `halves` brings activations into the same order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +25,6 @@ from pallas_kernels.bitplane_moe.layout import MAX_BYTE_TABLE_BITS, MIN_BITS, Bl
 
 Words = tuple[jax.Array, ...]
 """int32 `[block_n, block_words]` of some planes."""
-Add = Callable[[jax.Array, "jax.Array | int", jax.Array], jax.Array]
-
-UNROLLED_BITS = 4
-"""Up to here half of a word's groups are unrolled; above, all are a loop: the compiler's time grows with the square."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,39 +49,27 @@ class Block:
     def row(self) -> jax.Array:
         return self.block * self.block_n + jnp.arange(self.block_n, dtype=jnp.int32)
 
-    def fold_tiles(self, bits: int, block_words: int) -> Callable[[jax.Array, Add, jax.Array], jax.Array]:
-        """A function `fold(index, add, total)`: `total = add(total, d, tile)` for the sixteen tiles of a block.
+    def words(self, bits: int, index: jax.Array, block_words: int) -> Words:
+        """Block `index` of `block_words` words of every row, of every plane."""
+        return tuple(self._plane(plane, index, block_words) for plane in range(bits))
 
-        Tile d holds weights without the row scale, float16 `[block_n, 2 * block_words]`; its element `[n, 2 * w + j]`
-        is column `32 * w + 2 * d + j`.
-        """
+    def decoder(self, bits: int) -> Callable[[Words, jax.Array | int], jax.Array]:
+        """A function from words and the number of a quarter to that tile of weights, without the row scale."""
         if bits <= MAX_BYTE_TABLE_BITS:
             tables = self._byte_tables(bits)
-            decode = lambda *group: self._permuted(*group, tables)  # noqa: E731
         else:
             lookup = self._lookup(bits)
-            decode = lambda *group: self._loaded(*group, lookup)  # noqa: E731
 
-        def fold(index: jax.Array, add: Add, total: jax.Array) -> jax.Array:
-            words = tuple(self._plane(plane, index, block_words) for plane in range(bits))
+        def decode(words: Words, quarter: jax.Array | int) -> jax.Array:
+            top = _top_indices(words[:3], quarter)
+            tops = top, lax.shift_right_logical(top, jnp.int32(16))
+            groups = [(tops[half], words[3:], 2 * quarter + half) for half in range(2)]
+            if bits > MAX_BYTE_TABLE_BITS:
+                return lookup(_tile_of_bytes([_packed_indices(*group) for group in groups]))
+            low, high = zip(*(self._permuted(*group, tables) for group in groups), strict=True)
+            return _tile_of_halves(low, high, interpret=self.interpret)
 
-            def add_group(quarter, half, total):
-                group = 2 * quarter + half
-                for second, tile in enumerate(decode(_top_indices(words, quarter, half), words[3:], group)):
-                    total = add(total, 2 * group + second, tile)
-                return total
-
-            def add_half(half, total):
-                for quarter in range(4):
-                    total = add_group(quarter, half, total)
-                return total
-
-            if bits <= UNROLLED_BITS:
-                return lax.fori_loop(jnp.int32(0), jnp.int32(2), add_half, total)
-            add_any = lambda group, total: add_group(group >> 1, group & 1, total)  # noqa: E731
-            return lax.fori_loop(jnp.int32(0), jnp.int32(8), add_any, total)
-
-        return fold
+        return decode
 
     def row_scales(self) -> jax.Array:
         """float32 `[block_n]`, 0 past the end of W."""
@@ -136,11 +124,11 @@ class Block:
         to_signed = lambda word: lax.bitcast_convert_type(word, jnp.int32)  # noqa: E731
         return [tuple(map(to_signed, words(table))) for table in range(2 ** (bits - MIN_BITS))]
 
-    def _permuted(self, top: jax.Array, planes: Words, group, tables) -> Iterator[jax.Array]:
+    def _permuted(self, top: jax.Array, planes: Words, group, tables) -> tuple[jax.Array, jax.Array]:
+        """Low and high bytes of the four entries of a group, int32 `[block_n, block_words]`."""
         masks = [spread_signs(word << group, interpret=self.interpret) for word in planes]
         low, high = (self._select(tables, half, top, masks) for half in (0, 2))
-        for second in (False, True):
-            yield join_bytes(low, high, second, interpret=self.interpret)
+        return low, high
 
     def _select(self, tables, half: int, top: jax.Array, masks: list[jax.Array]) -> jax.Array:
         """The low (`half` 0) or high (2) bytes of four entries a word."""
@@ -148,17 +136,6 @@ class Block:
         for mask in reversed(masks):
             values = [(one & mask) | (zero & ~mask) for zero, one in zip(values[::2], values[1::2], strict=True)]
         return values[0]
-
-    def _loaded(self, top: jax.Array, planes: Words, group, lookup) -> Iterator[jax.Array]:
-        spread = top & 0xFFFF
-        spread = (spread | spread << 8) & 0x00FF00FF
-        packed = (spread | spread << 4) & 0x0F0F0F0F
-        for word in planes:
-            packed = (packed << 1) | (lax.shift_right_logical(word, jnp.int32(7) - group) & 0x01010101)
-        both = jnp.broadcast_to(packed[:, :, None], (*packed.shape, 2)).reshape(packed.shape[0], -1)
-        odd = lax.broadcasted_iota(jnp.int32, both.shape, 1) & 1
-        for second in range(2):
-            yield lookup(lax.shift_right_logical(both, 8 * (2 * second + odd)) & 255)
 
     def _lookup(self, bits: int) -> Callable[[jax.Array], jax.Array]:
         """A function from int32 indices `[block_n, ..]` to float16 entries; two entries lie in a word."""
@@ -172,19 +149,48 @@ class Block:
         return entries
 
 
-def _top_indices(words: Words, quarter: jax.Array | int, half: jax.Array) -> jax.Array:
-    """int32 whose nibbles 0..3 are the top three bits of group `2 * quarter + half`; what is above is of no use."""
-    base, shift = words[:3], lax.shift_right_logical
+def _top_indices(base: Words, quarter: jax.Array | int) -> jax.Array:
+    """int32 whose eight nibbles are the top three bits of the indices of a quarter's columns."""
     last = jnp.int32(0)
     for q, word in enumerate(base):
-        last = last | (shift(word, jnp.int32(3 - q)) & (0x11111111 << q))
+        last = last | (lax.shift_right_logical(word, jnp.int32(3 - q)) & (0x11111111 << q))
     nibbles = [*(word & 0x77777777 for word in base), last]
     if isinstance(quarter, int):
-        chosen = nibbles[quarter]
-    else:
-        even = jnp.where(quarter < 2, nibbles[0], nibbles[2])
-        chosen = jnp.where(quarter & 1 == 0, even, jnp.where(quarter < 2, nibbles[1], nibbles[3]))
-    return shift(chosen, jnp.int32(16) * half)
+        return nibbles[quarter]
+    even = jnp.where(quarter < 2, nibbles[0], nibbles[2])
+    return jnp.where(quarter & 1 == 0, even, jnp.where(quarter < 2, nibbles[1], nibbles[3]))
+
+
+def _packed_indices(top: jax.Array, planes: Words, group: jax.Array | int) -> jax.Array:
+    """int32 whose four bytes are the indices of a group's columns."""
+    spread = top & 0xFFFF
+    spread = (spread | spread << 8) & 0x00FF00FF
+    packed = (spread | spread << 4) & 0x0F0F0F0F
+    for word in planes:
+        packed = (packed << 1) | (lax.shift_right_logical(word, jnp.int32(7) - group) & 0x01010101)
+    return packed
+
+
+def _in_order(groups: Sequence[jax.Array]) -> jax.Array:
+    """`[N, W]` of both groups of a quarter to `[N, W / 4, group, second, word, first]`, members of a group repeated."""
+    rows, words = groups[0].shape
+    both = jnp.stack([group.reshape(rows, words // 4, 4) for group in groups], axis=-1)
+    both = both.transpose(0, 1, 3, 2).reshape(rows, words // 4, 2, 1, 4, 1)
+    return jnp.broadcast_to(both, (rows, words // 4, 2, 2, 4, 2))
+
+
+def _tile_of_halves(low: Sequence[jax.Array], high: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
+    """A tile from the low and high bytes of both groups, int32 `[N, W]` each: float16 `[N, 8 * W]`."""
+    lows, highs = _in_order(low), _in_order(high)
+    second = lax.broadcasted_iota(jnp.int32, lows.shape, 3)
+    return join_bytes(lows, highs, second, interpret=interpret).reshape(lows.shape[0], -1)
+
+
+def _tile_of_bytes(packed: Sequence[jax.Array]) -> jax.Array:
+    """A tile of indices from the packed ones of both groups: int32 `[N, 8 * W]`."""
+    ordered = _in_order(packed)
+    member = 2 * lax.broadcasted_iota(jnp.int32, ordered.shape, 3) + lax.broadcasted_iota(jnp.int32, ordered.shape, 5)
+    return (lax.shift_right_logical(ordered, 8 * member) & 255).reshape(ordered.shape[0], -1)
 
 
 def _axis(dimension: int, size: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Activations as float16 operands of the tensor cores, laid out as the words of a plane are.
+"""Activations as float16 operands of the tensor cores, their columns in the order of the decoded tiles.
 
 A row is scaled by a power of two so that its largest element fits float16, which then holds bfloat16 elements exactly
 unless they are 2**27 times smaller than the largest. float32 rows become three float16 parts whose sum they are, up to
@@ -15,17 +15,18 @@ from jax import lax
 
 from pallas_kernels.bitplane_moe.layout import BlockLayout
 
-TILES = 16
-"""Tiles that a block of words makes: pairs of columns, one pair a word."""
 _TARGET_EXPONENT = 13  # rows are scaled to below 2**14, far from float16's largest
 
 
 class HalfRows(NamedTuple):
-    """`tiles[t, part, d, 2 * w + j]` is column `32 * w + 2 * d + j` of row t times a power of two, `factors[t]` its
-    inverse: float16 `[T, parts, 16, 2 * W]` (W padded) and float32 `[T]`."""
+    """Rows times a power of two, and its inverse.
 
-    tiles: jax.Array
-    factors: jax.Array
+    `quarters[t, part, q]` holds columns `8 * q .. 8 * q + 7` of every 32: column `32 * w + 8 * q + 4 * i + 2 * s + j`
+    is element `32 * (w // 4) + 16 * i + 8 * s + 2 * (w % 4) + j`.
+    """
+
+    quarters: jax.Array  # float16 [T, parts, 4, 8 * W], W padded
+    factors: jax.Array  # float32 [T]
 
 
 def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words: int, *, exact: bool) -> HalfRows:
@@ -47,10 +48,12 @@ def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words
     for _ in range(3 if exact else 1):
         # Not a cast there and back, which XLA would drop.
         half = lax.reduce_precision(scaled, exponent_bits=5, mantissa_bits=10)
-        parts.append(half.astype(jnp.float16).reshape(tokens, words, TILES, 2))
+        parts.append(half.astype(jnp.float16))
         scaled = scaled - half
-    tiles = jnp.stack(parts, axis=1).swapaxes(2, 3).reshape(tokens, len(parts), TILES, 2 * words)
-    return HalfRows(tiles, _power_of_two(254 - scale))
+    # Axes of a row: four words, word of them, quarter, group i, second s, first j.
+    axes = jnp.stack(parts, axis=1).reshape(tokens, len(parts), words // 4, 4, 4, 2, 2, 2)
+    quarters = axes.transpose(0, 1, 4, 2, 5, 6, 3, 7).reshape(tokens, len(parts), 4, 8 * words)
+    return HalfRows(quarters, _power_of_two(254 - scale))
 
 
 def _power_of_two(biased_exponent: jax.Array) -> jax.Array:

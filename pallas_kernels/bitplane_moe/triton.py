@@ -43,7 +43,7 @@ class Config:
     block_words: int = 16
     splits: int = 1
     num_warps: int = 4
-    num_stages: int = 1
+    num_stages: int = 3
 
     def __post_init__(self) -> None:
         sizes = (self.block_m, self.block_n, self.block_words, self.splits)
@@ -57,6 +57,8 @@ class Config:
         return self.block_words if bits <= 4 else max(8, self.block_words // 2)
 
 
+UNROLLED_BITS = 4
+"""Above, quarters are a loop that loads the words again: the compiler's time grows with the square of the code."""
 _PROGRAMS = 396  # three for each of the 132 multiprocessors of an H200
 
 
@@ -172,7 +174,7 @@ def _grouped_matmul(
 ) -> jax.Array:
     """float32 `[P, N]`: row r is `W[expert of r] @ x[source[r]]`; rows of no tile are not written."""
     rows = split_rows(x, bounds, layout, config.block_words, exact=exact)
-    static = _Static(layout=layout, config=config, max_bits=max_bits, parts=rows.tiles.shape[1], interpret=interpret)
+    static = _Static(layout=layout, config=config, max_bits=max_bits, parts=rows.quarters.shape[1], interpret=interpret)
     sums = pl.pallas_call(
         functools.partial(_kernel, static=static),
         grid=(pl.cdiv(layout.rows, config.block_n), tiles.experts.shape[0], config.splits),
@@ -216,23 +218,34 @@ def _branches(static: _Static) -> range:
 def _sum_columns(block: Block, x: _Activations, split: jax.Array, bits: int, static: _Static) -> jax.Array:
     """float32 `[block_n, block_m]`: the split's columns of W times x."""
     config = static.config
-    words = config.words_at(bits)
-    fold = block.fold_tiles(bits, words)
-    steps = pl.cdiv(static.layout.words_per_row, words)
+    size = config.words_at(bits)
+    decode = block.decoder(bits)
+    steps = pl.cdiv(static.layout.words_per_row, size)
     share = pl.cdiv(steps, config.splits)
 
-    def step(index, total):
-        def add(total, number, weights):
-            for part in range(static.parts):
-                columns = x.tile(part, number, index, words)
-                total = total + jnp.dot(weights, columns.T, preferred_element_type=jnp.float32)
-            return total
+    def add_tile(words, index, quarter, total):
+        weights = decode(words, quarter)
+        for part in range(static.parts):
+            columns = x.tile(part, quarter, index, size)
+            total = total + jnp.dot(weights, columns.T, preferred_element_type=jnp.float32)
+        return total
 
-        return fold(index, add, total)
+    def add_block(index, total):
+        words = block.words(bits, index, size)
+        for quarter in range(4):
+            total = add_tile(words, index, quarter, total)
+        return total
+
+    def add_quarter(number, total):
+        index = number >> 2
+        return add_tile(block.words(bits, index, size), index, number & 3, total)
 
     first = split * share
+    last = jnp.minimum(first + share, steps)
     zeros = jnp.zeros((config.block_n, config.block_m), jnp.float32)
-    return lax.fori_loop(first, jnp.minimum(first + share, steps), step, zeros)
+    if bits <= UNROLLED_BITS:
+        return lax.fori_loop(first, last, add_block, zeros)
+    return lax.fori_loop(4 * first, 4 * last, add_quarter, zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +257,9 @@ class _Activations:
     real: jax.Array
     static: _Static
 
-    def tile(self, part: int, number: int, index: jax.Array, words: int) -> jax.Array:
-        """float16 `[block_m, 2 * words]`, the columns of tile `number` of the weights."""
-        column = 2 * words * index + jnp.arange(2 * words, dtype=jnp.int32)
-        where = self.x_ref.at[self.source[:, None], part, number, column[None, :]]
-        mask = jnp.broadcast_to(self.real[:, None], (self.source.shape[0], 2 * words))
+    def tile(self, part: int, quarter: jax.Array | int, index: jax.Array, words: int) -> jax.Array:
+        """float16 `[block_m, 8 * words]`, the columns of a tile of weights."""
+        column = 8 * words * index + jnp.arange(8 * words, dtype=jnp.int32)
+        where = self.x_ref.at[self.source[:, None], part, quarter, column[None, :]]
+        mask = jnp.broadcast_to(self.real[:, None], (self.source.shape[0], 8 * words))
         return plt.load(where, mask=mask, other=0.0)
