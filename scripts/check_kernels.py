@@ -34,7 +34,7 @@ from pallas_kernels.paged_attention import triton as attention_triton
 from pallas_kernels.paged_attention.layout import KVGeometry
 from pallas_kernels.testing import attention_cases, moe_cases
 from pallas_kernels.testing.attention_cases import AttentionCase
-from pallas_kernels.testing.moe_cases import MoECase
+from pallas_kernels.testing.moe_cases import LAYER, MoECase
 
 ON_GPU = jax.default_backend() == "gpu"
 INTERPRET = {} if ON_GPU else {"interpret": True}
@@ -88,9 +88,9 @@ def moe_check(case: MoECase, *, arena_slots: int = 0) -> Check:
     inputs = moe_cases.build(case)
     operands = [jnp.asarray(inputs.x, case.dtype), *map(jnp.asarray, inputs.operands[1:])]
     if arena_slots:
-        operands[6] = _at_the_end(inputs.arena, arena_slots)
-        operands[3:5] = [table + (arena_slots - len(inputs.arena)) for table in operands[3:5]]
-    op = jax.jit(functools.partial(moe_triton.bitplane_moe, geometry=inputs.geometry, **INTERPRET))
+        operands[5] = _at_the_end(inputs.arena, arena_slots)
+        operands[3] = operands[3] + (arena_slots - len(inputs.arena))
+    op = jax.jit(functools.partial(moe_triton.bitplane_moe, layer=LAYER, geometry=inputs.geometry, **INTERPRET))
     name = f"bitplane_moe {case}" + (f" arena of {arena_slots} slots" if arena_slots else "")
     bounds = (TOLERANCE[case.dtype], TOLERANCE["float32"] if case.dtype == "float32" else 1e-4)
     return Check(name, lambda: op(*operands), lambda: moe_cases.expected(inputs), bounds)
@@ -144,7 +144,7 @@ def in_place_check() -> Check:
             out = attention_api.paged_attention(heads, arena, *place, layer=layer, geometry=case.geometry, scale=0.2)
             x = x + out.reshape(x.shape)
             operands: list[jax.Array] = [x, *moe_operands, arena]
-            x = x + moe_api.bitplane_moe(*operands, geometry=moe.geometry)[0]
+            x = x + moe_api.bitplane_moe(*operands, layer=LAYER, geometry=moe.geometry)[0]
         return arena, x
 
     def call() -> tuple[jax.Array, ...]:
@@ -168,15 +168,16 @@ def timings() -> dict[str, float]:
         shape = dict(lut_rows=lut_rows, slot_words=slot_words)
         gate_up = BlockLayout(rows=2 * inner, cols=hidden, **shape)
         down = BlockLayout(rows=hidden, cols=inner, **shape)
-        op = jax.jit(functools.partial(moe_api.bitplane_moe, geometry=MoEGeometry(gate_up=gate_up, down=down)))
-        tables = [jnp.asarray(rng.integers(1, slots, (experts, u.total_slots)), jnp.int32) for u in (gate_up, down)]
+        moe_geometry = MoEGeometry(gate_up=gate_up, down=down, max_bits=6)
+        op = jax.jit(functools.partial(moe_api.bitplane_moe, layer=0, geometry=moe_geometry))
+        table = jnp.asarray(rng.integers(1, slots, (1, experts, moe_geometry.total_slots)), jnp.int32)
         for bits, tokens in ((3, 1), (4, 1), (6, 1), (4, 4), (4, 8), (4, 32), (4, 512)):
             ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]).astype(np.int32)
             x = jnp.asarray(rng.normal(size=(tokens, hidden)), jnp.bfloat16)
             weights = jnp.full((tokens, top_k), 0.25, jnp.float32)
-            q = jnp.full((experts, 2), bits, jnp.int32)
+            q = jnp.full((1, experts, 2), bits, jnp.int32)
             key = f"bitplane_moe lut_rows={lut_rows} bits={bits} tokens={tokens}"
-            figures[key] = _microseconds(op, x, jnp.asarray(ids), weights, *tables, q, arena)
+            figures[key] = _microseconds(op, x, jnp.asarray(ids), weights, table, q, arena)
     dense = [jnp.ones(shape, jnp.bfloat16) for shape in ((experts, 2 * inner, hidden), (experts, hidden, inner))]
     for tokens in (1, 4, 32, 512):
         ids = jnp.asarray(np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]), jnp.int32)

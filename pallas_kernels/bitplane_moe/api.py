@@ -22,11 +22,11 @@ def bitplane_moe(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    gate_up_slots: jax.Array,
-    down_slots: jax.Array,
+    slots: jax.Array,
     bits: jax.Array,
     arena: jax.Array,
     *,
+    layer: int,
     geometry: MoEGeometry,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
@@ -39,11 +39,11 @@ def bitplane_moe(
         x: `[T, H]`, bfloat16 or float32.
         expert_ids: int32 `[T, k]`; `E` means no expert: contributes nothing, reads nothing.
         expert_weights: float32 `[T, k]`.
-        gate_up_slots: int32 `[E, geometry.gate_up.total_slots]`: arena slot of every slot of the linear-block's pages
-            3, 4, .., 8; entries of pages above q are not looked at.
-        down_slots: int32 `[E, geometry.down.total_slots]`, likewise.
-        bits: int32 `[E, 2]`: q of gate_up and down, 3..8.
+        slots: int32 `[L, E, geometry.total_slots]` of all layers: arena slot of every slot of pages 3, 4, .., 8 of
+            gate_up, then of down; entries of pages above q are not looked at.
+        bits: int32 `[L, E, 2]`: q of gate_up and down, 3 to `geometry.max_bits`.
         arena: uint32 `[num_slots, slot_words]`.
+        layer: which of the tables'.
 
     Returns:
         `y` `[T, H]` in `x.dtype`, and float32 `[T, k]`: the L2 norm of each choice's down input `act(gate) * up`, 0 for
@@ -53,16 +53,16 @@ def bitplane_moe(
         NotImplementedError: the implementation asked for can't do this here; the message says why.
         ValueError: shapes or dtypes that contradict `geometry`.
     """
-    _check(x, expert_ids, expert_weights, gate_up_slots, down_slots, bits, arena, geometry)
-    operands = (x, expert_ids, expert_weights, gate_up_slots, down_slots, bits, arena)
+    operands = (x, expert_ids, expert_weights, slots, bits, arena)
+    _check(*operands, layer, geometry)
     if resolve_implementation(implementation) == "xla":
-        return reference.bitplane_moe(*operands, geometry=geometry)
+        return reference.bitplane_moe(*operands, layer=layer, geometry=geometry)
     from pallas_kernels.bitplane_moe import triton  # the backend is optional and deprecated: load it when it is used
 
-    return triton.bitplane_moe(*operands, geometry=geometry)
+    return triton.bitplane_moe(*operands, layer=layer, geometry=geometry)
 
 
-def _check(x, expert_ids, expert_weights, gate_up_slots, down_slots, bits, arena, geometry: MoEGeometry) -> None:
+def _check(x, expert_ids, expert_weights, slots, bits, arena, layer: int, geometry: MoEGeometry) -> None:
     if geometry.activation not in ACTIVATIONS:
         raise NotImplementedError(f"activation {geometry.activation!r}: supported are {', '.join(ACTIVATIONS)}")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -76,13 +76,14 @@ def _check(x, expert_ids, expert_weights, gate_up_slots, down_slots, bits, arena
         )
     if arena.dtype != jnp.uint32:
         raise ValueError(f"arena is {arena.dtype}; it must be uint32")
-    experts, pairs = bits.shape[0], expert_ids.shape
+    (layers, experts), pairs = bits.shape[:2], expert_ids.shape
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer is {layer}; the tables have {layers}")
     expected = {
         "x": (x, (pairs[0], hidden)),
         "expert_weights": (expert_weights, pairs),
-        "gate_up_slots": (gate_up_slots, (experts, geometry.gate_up.total_slots)),
-        "down_slots": (down_slots, (experts, geometry.down.total_slots)),
-        "bits": (bits, (experts, 2)),
+        "slots": (slots, (layers, experts, geometry.total_slots)),
+        "bits": (bits, (layers, experts, 2)),
     }
     for name, (array, shape) in expected.items():
         if array.shape != shape:

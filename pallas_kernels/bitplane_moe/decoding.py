@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,25 +30,28 @@ Words = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """`block_n` rows of one linear-block, from row `first_row` on.
+    """`block_n` rows of one linear-block.
 
     Attributes:
-        slots_ref: `[E, total_slots]`; row `expert` is the linear-block's.
+        slots_ref: `[L, E, slots]`; those of the linear-block start at `[layer, expert, first_slot]`.
         arena_ref: `[num_slots, slot_words]`.
-        row: int32 `[block_n]`, the rows of W; those past its end read zeros.
+        number: which block of rows; rows past the end of W read zeros.
     """
 
-    slots_ref: object
-    arena_ref: object
+    slots_ref: Any
+    arena_ref: Any
+    layer: jax.Array
     expert: jax.Array
+    first_slot: int
     layout: BlockLayout
-    block: jax.Array
+    number: jax.Array
     block_n: int
     interpret: bool
 
     @property
     def row(self) -> jax.Array:
-        return self.block * self.block_n + jnp.arange(self.block_n, dtype=jnp.int32)
+        """int32 `[block_n]`, the rows of W."""
+        return self.number * self.block_n + jnp.arange(self.block_n, dtype=jnp.int32)
 
     def words(self, bits: int, index: jax.Array, block_words: int) -> Words:
         """Block `index` of `block_words` words of every row, of every plane."""
@@ -81,13 +85,13 @@ class Block:
         layout, width = self.layout, self.layout.slot_words
         run = layout.run_words
         together = math.gcd(layout.rows, width // run, self.block_n)  # of rows; block_n is a power of two
-        rows = self.block * (self.block_n // together) + _axis(0, self.block_n // together)
+        rows = self.number * (self.block_n // together) + _axis(0, self.block_n // together)
         runs = index * (block_words // run) + _axis(2, block_words // run)
         page, offset = layout.plane_offset_words(plane)
         start = layout.page_offset_slots(page) * width + offset
         first = start + runs * (layout.rows * run) + rows * (together * run)
         exists = (rows * together < layout.rows) & (runs * run < layout.words_per_row)
-        slot = plt.load(self.slots_ref.at[self.expert, lax.div(first, jnp.int32(width))], mask=exists, other=0)
+        slot = self._slot(first, exists)
         column = lax.rem(first, jnp.int32(width)) + _axis(1, together) * run + _axis(3, run)
         mask = jnp.broadcast_to(exists, column.shape)
         words = plt.load(self.arena_ref.at[jnp.broadcast_to(slot, column.shape), column], mask=mask, other=0)
@@ -96,8 +100,12 @@ class Block:
     def _read(self, word: jax.Array, mask: jax.Array) -> jax.Array:
         """uint32 words of the linear-block, numbered from its first slot; 0 where masked."""
         width = jnp.int32(self.layout.slot_words)
-        slot = plt.load(self.slots_ref.at[self.expert, lax.div(word, width)], mask=mask, other=0)
-        return plt.load(self.arena_ref.at[slot, lax.rem(word, width)], mask=mask, other=0)
+        return plt.load(self.arena_ref.at[self._slot(word, mask), lax.rem(word, width)], mask=mask, other=0)
+
+    def _slot(self, word: jax.Array, mask: jax.Array) -> jax.Array:
+        """The arena slot of words of the linear-block; 0 where masked."""
+        number = self.first_slot + lax.div(word, jnp.int32(self.layout.slot_words))
+        return plt.load(self.slots_ref.at[self.layer, self.expert, number], mask=mask, other=0)
 
     def _lut_start(self, bits: int) -> tuple[jax.Array, jax.Array]:
         """First word of each row's LUT, int32 `[block_n, 1]` counted from the first slot, and which rows exist."""
@@ -117,7 +125,7 @@ class Block:
             word = start + 4 * table
             if first % 4 or layout.slot_words % 4:
                 return tuple(self._read(word + i, exists) for i in range(4))
-            slot = plt.load(self.slots_ref.at[self.expert, lax.div(word, width)], mask=exists, other=0)
+            slot = self._slot(word, exists)
             column = lax.rem(word, width)
             return tuple(plt.load(self.arena_ref.at[slot, column + i], mask=exists, other=0) for i in range(4))
 

@@ -19,14 +19,14 @@ _TARGET_EXPONENT = 13  # rows are scaled to below 2**14, far from float16's larg
 
 
 class HalfRows(NamedTuple):
-    """Rows times a power of two, and its inverse.
+    """Rows times a power of two, `row_scale(bounds)`.
 
     `quarters[t, part, q]` holds columns `8 * q .. 8 * q + 7` of every 32: column `32 * w + 8 * q + 4 * i + 2 * s + j`
     is element `32 * (w // 4) + 16 * i + 8 * s + 2 * (w % 4) + j`.
     """
 
     quarters: jax.Array  # float16 [T, parts, 4, 8 * W], W padded
-    factors: jax.Array  # float32 [T]
+    bounds: jax.Array  # float32 [T]
 
 
 def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words: int, *, exact: bool) -> HalfRows:
@@ -39,9 +39,7 @@ def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words
         exact: three parts, for float32 rows; otherwise one.
     """
     tokens = x.shape[0]
-    exponent = (lax.bitcast_convert_type(bounds.astype(jnp.float32), jnp.int32) >> 23) & 255
-    scale = jnp.clip(254 + _TARGET_EXPONENT - exponent, 1, 253)
-    scaled = x.astype(jnp.float32) * _power_of_two(scale)[:, None]
+    scaled = x.astype(jnp.float32) * row_scale(bounds)[:, None]
     words = -(-layout.words_per_row // block_words) * block_words
     scaled = jnp.pad(scaled, ((0, 0), (0, 32 * words - layout.cols)))
     parts = []
@@ -53,8 +51,12 @@ def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words
     # Axes of a row: four words, word of them, quarter, group i, second s, first j.
     axes = jnp.stack(parts, axis=1).reshape(tokens, len(parts), words // 4, 4, 4, 2, 2, 2)
     quarters = axes.transpose(0, 1, 4, 2, 5, 6, 3, 7).reshape(tokens, len(parts), 4, 8 * words)
-    return HalfRows(quarters, _power_of_two(254 - scale))
+    return HalfRows(quarters, bounds)
 
 
-def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
+def row_scale(bounds: jax.Array, *, inverse: bool = False) -> jax.Array:
+    """The power of two that rows below `bounds`, float32, are multiplied by, or its inverse."""
+    exponent = (lax.bitcast_convert_type(bounds, jnp.int32) >> 23) & 255
+    # jnp.clip with Python numbers does not lower in a kernel.
+    scale = jnp.minimum(jnp.maximum(254 + _TARGET_EXPONENT - exponent, jnp.int32(1)), jnp.int32(253))
+    return lax.bitcast_convert_type((254 - scale if inverse else scale) << 23, jnp.float32)

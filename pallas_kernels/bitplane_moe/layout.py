@@ -109,6 +109,10 @@ class MoEGeometry:
     activation: str = "silu"
     max_bits: int = MAX_BITS  # no linear-block is ever committed at more
 
+    @property
+    def total_slots(self) -> int:
+        return self.gate_up.total_slots + self.down.total_slots
+
 
 def pack_planes(layout: BlockLayout, indices: np.ndarray, planes: tuple[int, ...]) -> np.ndarray:
     """Packs bits of 8-bit indices.

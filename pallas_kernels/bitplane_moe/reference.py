@@ -27,19 +27,22 @@ def bitplane_moe(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    gate_up_slots: jax.Array,
-    down_slots: jax.Array,
+    slots: jax.Array,
     bits: jax.Array,
     arena: jax.Array,
     *,
+    layer: int,
     geometry: MoEGeometry,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.bitplane_moe`."""
 
+    split = geometry.gate_up.total_slots
+
     def weights_of(expert: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row, q = slots[layer, expert], bits[layer, expert]
         return (
-            decode_block(gate_up_slots[expert], bits[expert, 0], arena, geometry.gate_up),
-            decode_block(down_slots[expert], bits[expert, 1], arena, geometry.down),
+            decode_block(row[:split], q[0], arena, geometry.gate_up),
+            decode_block(row[split:], q[1], arena, geometry.down),
         )
 
     return loop_over_experts(
@@ -47,7 +50,7 @@ def bitplane_moe(
         expert_ids,
         expert_weights,
         weights_of,
-        num_experts=bits.shape[0],
+        num_experts=bits.shape[1],
         activation=geometry.activation,
     )
 

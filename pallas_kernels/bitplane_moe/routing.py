@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MAX_COMPARED_PAIRS = 256
 """Up to here comparing all pairs with all is cheaper on a GPU than sorting them."""
@@ -56,7 +57,7 @@ def plan_tiles(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> tuple
 
 def _one_tile_a_pair(expert_ids: jax.Array, num_experts: int) -> tuple[SortedPairs, Tiles]:
     """Pairs stay where they are: few of them share an expert."""
-    every_pair = jnp.arange(expert_ids.size, dtype=jnp.int32)
+    every_pair = jnp.asarray(np.arange(expert_ids.size, dtype=np.int32))  # a constant, where iota would be a launch
     ids = expert_ids.reshape(-1)
     real = (ids >= 0) & (ids < num_experts)
     ids = jnp.where(real, ids, num_experts)

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.bitplane_moe.activation import gated, row_norms
 from pallas_kernels.bitplane_moe.decoding import Block
-from pallas_kernels.bitplane_moe.halves import split_rows
+from pallas_kernels.bitplane_moe.halves import row_scale, split_rows
 from pallas_kernels.bitplane_moe.layout import BITS, BlockLayout, MoEGeometry
 from pallas_kernels.bitplane_moe.routing import Tiles, plan_tiles
 
@@ -79,31 +82,34 @@ def bitplane_moe(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    gate_up_slots: jax.Array,
-    down_slots: jax.Array,
+    slots: jax.Array,
     bits: jax.Array,
     arena: jax.Array,
     *,
+    layer: int,
     geometry: MoEGeometry,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.bitplane_moe`."""
-    num_experts, top_k, exact = bits.shape[0], expert_ids.shape[1], x.dtype == jnp.float32
+    num_experts, top_k = bits.shape[1], expert_ids.shape[1]
     configs = [
         config or default_config(expert_ids.size, num_experts, layout) for layout in (geometry.gate_up, geometry.down)
     ]
     pairs, tiles = plan_tiles(expert_ids, num_experts, configs[0].block_m)
-    matmul = functools.partial(
-        _grouped_matmul, tiles=tiles, arena=arena, exact=exact, max_bits=geometry.max_bits, interpret=interpret
+    tables = Tables(slots, bits, arena, jnp.asarray([layer], jnp.int32))
+    static = dict(tiles=tiles, tables=tables, exact=x.dtype == jnp.float32, interpret=interpret)
+    first, second = (
+        _Unit(index=unit, first_slot=start, layout=layout, config=config, max_bits=geometry.max_bits)
+        for unit, (start, layout, config) in enumerate(
+            zip((0, geometry.gate_up.total_slots), (geometry.gate_up, geometry.down), configs, strict=True)
+        )
     )
     bounds = jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
-    source = pairs.order // top_k
-    gate_up = matmul(x, bounds, source, gate_up_slots, bits[:, 0], layout=geometry.gate_up, config=configs[0])
-    hidden = gated(gate_up, geometry.activation)
+    hidden = gated(_grouped_matmul(x, bounds, pairs.order // top_k, unit=first, **static), geometry.activation)
     norms = row_norms(hidden)
-    every_row = jnp.arange(expert_ids.size, dtype=jnp.int32)
-    out = matmul(hidden, norms, every_row, down_slots, bits[:, 1], layout=geometry.down, config=configs[1])
+    every_row = jnp.asarray(np.arange(expert_ids.size, dtype=np.int32))
+    out = _grouped_matmul(hidden, norms, every_row, unit=second, **static)
     # Rows of padding were never written: `where`, not a product with zero.
     real = (expert_ids >= 0) & (expert_ids < num_experts)
     picked = jnp.where(real[..., None], out[pairs.position], 0.0)
@@ -132,27 +138,42 @@ def matmul(
     """
     config = config or default_config(x.shape[0], 1, layout)
     pairs, tiles = plan_tiles(jnp.zeros((x.shape[0], 1), jnp.int32), 1, config.block_m)
+    tables = Tables(slots[None, None], bits[None, None, None], arena, jnp.zeros(1, jnp.int32))
     return _grouped_matmul(
         x,
         jnp.max(jnp.abs(x), axis=1).astype(jnp.float32),
         pairs.order,
-        slots[None],
-        bits[None],
         tiles=tiles,
-        arena=arena,
-        layout=layout,
-        config=config,
+        tables=tables,
+        unit=_Unit(index=0, first_slot=0, layout=layout, config=config, max_bits=max_bits),
         exact=x.dtype == jnp.float32,
-        max_bits=max_bits,
         interpret=interpret,
     )
 
 
+class Tables(NamedTuple):
+    """Where weights are, and at how many bits; `layer`, int32 `[1]`, is data so that layers share a kernel."""
+
+    slots: jax.Array
+    bits: jax.Array
+    arena: jax.Array
+    layer: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Static:
+class _Unit:
+    """Which linear-blocks a call multiplies, and how."""
+
+    index: int  # in the last axis of `Tables.bits`
+    first_slot: int  # in the last axis of `Tables.slots`
     layout: BlockLayout
     config: Config
     max_bits: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Static:
+    unit: _Unit
     parts: int
     interpret: bool
 
@@ -161,20 +182,17 @@ def _grouped_matmul(
     x: jax.Array,
     bounds: jax.Array,
     source: jax.Array,
-    slots: jax.Array,
-    bits: jax.Array,
     *,
     tiles: Tiles,
-    arena: jax.Array,
-    layout: BlockLayout,
-    config: Config,
+    tables: Tables,
+    unit: _Unit,
     exact: bool,
-    max_bits: int,
     interpret: bool,
 ) -> jax.Array:
     """float32 `[P, N]`: row r is `W[expert of r] @ x[source[r]]`; rows of no tile are not written."""
+    layout, config = unit.layout, unit.config
     rows = split_rows(x, bounds, layout, config.block_words, exact=exact)
-    static = _Static(layout=layout, config=config, max_bits=max_bits, parts=rows.quarters.shape[1], interpret=interpret)
+    static = _Static(unit=unit, parts=rows.quarters.shape[1], interpret=interpret)
     sums = pl.pallas_call(
         functools.partial(_kernel, static=static),
         grid=(pl.cdiv(layout.rows, config.block_n), tiles.experts.shape[0], config.splits),
@@ -182,45 +200,48 @@ def _grouped_matmul(
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="bitplane_matmul",
-    )(tiles.experts, tiles.starts, tiles.rows, source, slots, bits, *rows, arena)
-    return jnp.sum(sums, axis=1)
+    )(*tiles, source, *rows, *tables)
+    return functools.reduce(operator.add, (sums[:, split] for split in range(config.splits)))
 
 
 def _kernel(
-    experts_ref, starts_ref, rows_ref, source_ref, slots_ref, bits_ref, x_ref, factors_ref, arena_ref, out_ref,
-    *, static: _Static,
+    experts_ref, starts_ref, rows_ref, source_ref, x_ref, bounds_ref, slots_ref, bits_ref, arena_ref, layer_ref,
+    out_ref, *, static: _Static,
 ):  # fmt: skip
     """Up to `block_m` sorted pairs of one expert, `block_n` rows of W, and a share of its columns."""
-    layout, config = static.layout, static.config
+    unit = static.unit
+    config = unit.config
     number, tile, split = (pl.program_id(axis) for axis in range(3))
     count = rows_ref[tile]
 
     @pl.when(count > 0)
     def _():
-        expert = experts_ref[tile]
-        block = Block(slots_ref, arena_ref, expert, layout, number, config.block_n, static.interpret)
+        layer, expert = layer_ref[0], experts_ref[tile]
+        block = Block(
+            slots_ref, arena_ref, layer, expert, unit.first_slot, unit.layout, number, config.block_n, static.interpret
+        )
         member = jnp.arange(config.block_m, dtype=jnp.int32)
         pair = starts_ref[tile] + member
         source = plt.load(source_ref.at[pair], mask=member < count, other=0)
-        x = _Activations(x_ref, source, member < count, static)
+        x = _Activations(x_ref, source, member < count)
         branches = [functools.partial(_sum_columns, block, x, split, bits, static) for bits in _branches(static)]
-        total = lax.switch(bits_ref[expert] - BITS[0], branches)
-        factors = plt.load(factors_ref.at[source], mask=member < count, other=0.0)
-        total = total * block.row_scales()[:, None] * factors[None, :]
-        mask = (block.row < layout.rows)[:, None] & (member < count)[None, :]
+        total = lax.switch(bits_ref[layer, expert, unit.index] - BITS[0], branches)
+        bounds = plt.load(bounds_ref.at[source], mask=member < count, other=0.0)
+        total = total * block.row_scales()[:, None] * row_scale(bounds, inverse=True)[None, :]
+        mask = (block.row < unit.layout.rows)[:, None] & (member < count)[None, :]
         plt.store(out_ref.at[pair[None, :], split, block.row[:, None]], total, mask=mask)
 
 
 def _branches(static: _Static) -> range:
-    return range(BITS[0], static.max_bits + 1)
+    return range(BITS[0], static.unit.max_bits + 1)
 
 
 def _sum_columns(block: Block, x: _Activations, split: jax.Array, bits: int, static: _Static) -> jax.Array:
     """float32 `[block_n, block_m]`: the split's columns of W times x."""
-    config = static.config
+    config = static.unit.config
     size = config.words_at(bits)
     decode = block.decoder(bits)
-    steps = pl.cdiv(static.layout.words_per_row, size)
+    steps = pl.cdiv(static.unit.layout.words_per_row, size)
     share = pl.cdiv(steps, config.splits)
 
     def add_tile(words, index, quarter, total):
@@ -252,10 +273,9 @@ def _sum_columns(block: Block, x: _Activations, split: jax.Array, bits: int, sta
 class _Activations:
     """The rows of x that a tile multiplies."""
 
-    x_ref: object
+    x_ref: Any
     source: jax.Array
     real: jax.Array
-    static: _Static
 
     def tile(self, part: int, quarter: jax.Array | int, index: jax.Array, words: int) -> jax.Array:
         """float16 `[block_m, 8 * words]`, the columns of a tile of weights."""

@@ -11,6 +11,8 @@ from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, BlockLayout, MoEG
 # As float32, float16 and as an index this is the worst that can be read by mistake.
 POISON = np.uint32(0xFFFFFFFF)
 GARBAGE_SLOT = 2**31 - 1
+LAYER = 1
+"""Whose rows of the tables are real."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +57,11 @@ class MoEInputs:
 
     @property
     def operands(self) -> tuple[np.ndarray, ...]:
-        """Arguments of `bitplane_moe`, but x is float32."""
-        return (
-            self.x,
-            self.expert_ids,
-            self.expert_weights,
-            self.gate_up_slots,
-            self.down_slots,
-            self.bits,
-            self.arena,
-        )
+        """Arguments of `bitplane_moe` but x is float32; the tables hold garbage for every layer but `LAYER`."""
+        slots = np.concatenate([self.gate_up_slots, self.down_slots], axis=1)
+        tables = np.stack([np.full_like(slots, GARBAGE_SLOT), slots])
+        bits = np.stack([np.full_like(self.bits, MAX_BITS), self.bits])
+        return self.x, self.expert_ids, self.expert_weights, tables, bits, self.arena
 
 
 def build(case: MoECase) -> MoEInputs:
@@ -94,7 +91,7 @@ def build(case: MoECase) -> MoEInputs:
     ids = np.stack([rng.permutation(case.experts)[: case.top_k] for _ in range(case.tokens)]).astype(np.int32)
     ids[rng.random(ids.shape) < case.padding] = case.experts
     return MoEInputs(
-        geometry=MoEGeometry(gate_up=gate_up, down=down),
+        geometry=MoEGeometry(gate_up=gate_up, down=down, max_bits=case.max_bits),
         x=round_to(rng.normal(size=(case.tokens, case.hidden)), case.dtype),
         expert_ids=ids,
         expert_weights=rng.uniform(0.05, 1, ids.shape).astype(np.float32),
@@ -141,35 +138,25 @@ def expected(inputs: MoEInputs) -> tuple[np.ndarray, np.ndarray]:
 TAILS = [
     MoECase(),
     MoECase(tokens=1, seed=1),
-    MoECase(tokens=2, hidden=80, inner=24, interpreted=True, seed=2),  # K no multiple of 32
-    MoECase(tokens=5, hidden=96, inner=44, lut_rows=32, interpreted=True, seed=3),  # N no multiple of lut_rows
-    MoECase(tokens=3, hidden=40, inner=22, top_k=6, slot_words=64, interpreted=True, seed=4),
+    MoECase(tokens=2, hidden=80, inner=24, max_bits=4, interpreted=True, seed=2),  # K no multiple of 32
+    MoECase(tokens=5, hidden=96, inner=44, lut_rows=32, max_bits=4, interpreted=True, seed=3),  # N none of lut_rows
+    MoECase(tokens=3, hidden=40, inner=22, top_k=6, slot_words=64, max_bits=3, interpreted=True, seed=4),
     MoECase(tokens=4, hidden=72, inner=36, lut_rows=32, slot_words=2048, seed=5),
-    MoECase(tokens=5, hidden=64, inner=32, slot_words=100, interpreted=True, seed=6),  # slots of no power of two
+    MoECase(tokens=5, slot_words=100, max_bits=4, interpreted=True, seed=6),  # slots of no power of two
     MoECase(tokens=6, hidden=704, inner=8, lut_rows=32, experts=3, seed=7),
-    MoECase(tokens=2, hidden=32, inner=176, lut_rows=32, experts=3, interpreted=True, seed=8),
+    MoECase(tokens=2, hidden=32, inner=176, lut_rows=32, experts=3, max_bits=3, interpreted=True, seed=8),
     MoECase(tokens=5, bits=3, seed=9),
     MoECase(tokens=5, bits=8, lut_rows=32, seed=10),
-    MoECase(tokens=6, padding=0.5, interpreted=True, seed=11),
-    MoECase(tokens=3, padding=1.0, interpreted=True, seed=12),
-    MoECase(tokens=64, experts=4, seed=13),
-    MoECase(tokens=64, experts=12, top_k=1, padding=0.3, lut_rows=32, seed=14),
-    MoECase(tokens=130, experts=5, hidden=48, top_k=3, seed=15),
-    MoECase(
-        tokens=130,
-        experts=5,
-        hidden=80,
-        inner=24,
-        lut_rows=32,
-        top_k=2,
-        padding=0.4,
-        slot_words=64,
-        interpreted=True,
-        seed=16,
-    ),
-    MoECase(tokens=5, dtype="bfloat16", seed=17),
-    MoECase(tokens=1, slot_words=64, padding=0.3, interpreted=True, seed=19),
-    MoECase(tokens=70, dtype="bfloat16", hidden=80, inner=40, lut_rows=32, interpreted=True, seed=18),
+    MoECase(tokens=9, hidden=128, experts=3, dtype="bfloat16", interpreted=True, seed=11),  # every width
+    MoECase(tokens=6, padding=0.5, max_bits=3, interpreted=True, seed=12),
+    MoECase(tokens=3, padding=1.0, max_bits=3, interpreted=True, seed=13),
+    MoECase(tokens=64, experts=4, seed=14),
+    MoECase(tokens=64, experts=12, top_k=1, padding=0.3, lut_rows=32, seed=15),
+    MoECase(tokens=130, experts=5, hidden=48, top_k=3, seed=16),
+    MoECase(tokens=130, experts=5, inner=24, max_bits=3, padding=0.4, slot_words=64, interpreted=True, seed=17),
+    MoECase(tokens=5, dtype="bfloat16", seed=18),
+    MoECase(tokens=600, experts=4, hidden=96, top_k=1, dtype="bfloat16", seed=19),
+    MoECase(tokens=70, dtype="bfloat16", hidden=80, inner=40, lut_rows=32, max_bits=4, interpreted=True, seed=20),
 ]
 
 

@@ -145,14 +145,19 @@ class _LayerBench:
         calls = [
             (
                 _activations(rng, tokens, config.hidden_size),
-                *map(jnp.asarray, (ids[i], weights[i], tables[0][i], tables[1][i], layer_bits[i].astype(np.int32))),
+                jnp.asarray(ids[i]),
+                jnp.asarray(weights[i]),
+                jnp.concatenate([table[i : i + 1] for table in tables], axis=2),
+                jnp.asarray(layer_bits[i : i + 1], jnp.int32),
             )
             for i in range(layers)
         ]
         expected = _expected_layer(calls[0][0], ids[0], weights[0], self.units, layer_bits[0])
         max_bits = self.max_bits or _highest(bits)
         static = dict(
-            geometry=dataclasses.replace(self.geometry, max_bits=max_bits), implementation=self.implementation
+            layer=0,
+            geometry=dataclasses.replace(self.geometry, max_bits=max_bits),
+            implementation=self.implementation,
         )
         result = check_and_time(lambda *operands: bitplane_moe(*operands, **static)[0], calls, arena, expected)
         an_expert = sum(unit.layout.rows * unit.layout.cols for unit in self.units)

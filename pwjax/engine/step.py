@@ -167,12 +167,9 @@ def _routed_experts(spec: StepSpec, experts, moe_layer: int, arena, h, ids, weig
         # Dense experts have no kernel of their own: XLA's products are the baseline that method bf16 stands for.
         y, _ = dense_moe(*arguments, gate_up, down, activation="silu", implementation="xla")
     else:
-        slot_table, bits = experts
-        split = spec.moe.gate_up.total_slots
         y, _ = bitplane_moe(
-            *arguments, slot_table[moe_layer, :, :split], slot_table[moe_layer, :, split:], bits[moe_layer], arena,
-            geometry=spec.moe, implementation=spec.implementation,
-        )  # fmt: skip
+            *arguments, *experts, arena, layer=moe_layer, geometry=spec.moe, implementation=spec.implementation
+        )
     return y.reshape(h.shape)
 
 

@@ -13,14 +13,14 @@ import pytest
 from pallas_kernels.bitplane_moe import api, triton
 from pallas_kernels.bitplane_moe.layout import dequantize_pages, pack_page
 from pallas_kernels.bitplane_moe.reference import decode_block
-from pallas_kernels.testing.moe_cases import TAILS, MoECase, MoEInputs, build, expected, lowered
+from pallas_kernels.testing.moe_cases import LAYER, TAILS, MoECase, MoEInputs, build, expected, lowered
 
 # Largest error over the largest value. float32 sums of up to 704 terms; then one rounding to bfloat16.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-8}
 
 
 def run(bind, inputs: MoEInputs, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-    op = bind(api.bitplane_moe, triton.bitplane_moe, geometry=inputs.geometry)
+    op = bind(api.bitplane_moe, triton.bitplane_moe, layer=LAYER, geometry=inputs.geometry)
     x, *rest = inputs.operands
     y, norms = op(jnp.asarray(x, dtype), *map(jnp.asarray, rest))
     assert y.dtype == dtype and norms.dtype == jnp.float32
@@ -28,7 +28,7 @@ def run(bind, inputs: MoEInputs, dtype: str = "float32") -> tuple[np.ndarray, np
 
 
 def assert_matches(result: tuple[np.ndarray, np.ndarray], inputs: MoEInputs, dtype: str = "float32") -> None:
-    """TF32 rounds what goes into down; norms come before it."""
+    """float16 holds bfloat16 inputs exactly, and rounds what goes into down; norms come before it."""
     (y, norms), (want_y, want_norms) = result, expected(inputs)
     assert np.abs(y - want_y).max() <= TOLERANCE[dtype] * np.abs(want_y).max()
     assert np.abs(norms - want_norms).max() <= (2e-6 if dtype == "float32" else 1e-4) * want_norms.max()
@@ -41,39 +41,39 @@ def test_matches_float64(bind, case: MoECase) -> None:
 
 
 def test_token_that_chooses_an_expert_twice_gets_it_twice(bind) -> None:
-    inputs = build(MoECase(tokens=20, experts=4, top_k=3, seed=21))
+    inputs = build(MoECase(tokens=20, experts=4, top_k=3, max_bits=4, dtype="bfloat16", seed=21))
     inputs.expert_ids[:, 2] = inputs.expert_ids[:, 0]
-    assert_matches(run(bind, inputs), inputs)
+    assert_matches(run(bind, inputs, "bfloat16"), inputs, "bfloat16")
 
 
 def test_every_token_on_one_expert(bind) -> None:
-    inputs = build(MoECase(tokens=70, experts=4, top_k=2, seed=22))
+    inputs = build(MoECase(tokens=70, experts=4, top_k=2, max_bits=3, dtype="bfloat16", seed=22))
     inputs.expert_ids[:] = [3, 4]  # and one choice of padding
-    assert_matches(run(bind, inputs), inputs)
+    assert_matches(run(bind, inputs, "bfloat16"), inputs, "bfloat16")
 
 
-@pytest.mark.parametrize("tokens", [6, 70])
+@pytest.mark.parametrize("tokens", [2, 6, 70, 140])
 def test_rows_do_not_depend_on_their_batch_mates(bind, tokens: int) -> None:
     """Bit for bit, in another order and with NaN in the rows that became padding."""
-    inputs = build(MoECase(tokens=tokens, experts=6, top_k=2, seed=23))
-    y, norms = run(bind, inputs)
+    inputs = build(MoECase(tokens=tokens, experts=6, top_k=2, max_bits=4, dtype="bfloat16", seed=23))
+    y, norms = run(bind, inputs, "bfloat16")
     rng = np.random.default_rng(0)
     order = rng.permutation(tokens)
     dropped = rng.random(tokens) < 0.5
     x = np.where(dropped[:, None], np.float32(np.nan), inputs.x[order])
     ids = np.where(dropped[:, None], 6, inputs.expert_ids[order])
     other = dataclasses.replace(inputs, x=x, expert_ids=ids, expert_weights=inputs.expert_weights[order])
-    other_y, other_norms = run(bind, other)
+    other_y, other_norms = run(bind, other, "bfloat16")
     np.testing.assert_array_equal(other_y[~dropped], y[order][~dropped])
     np.testing.assert_array_equal(other_norms[~dropped], norms[order][~dropped])
     assert not other_y[dropped].any() and not other_norms[dropped].any()
 
 
 def test_bits_fall_without_recompilation(implementation: str, bind) -> None:
-    """From 8 bits to mixed ones: other numbers, the same executable, and nothing above q is read."""
-    inputs = build(MoECase(tokens=5, bits=8, seed=24))
-    op = bind(api.bitplane_moe, triton.bitplane_moe, geometry=inputs.geometry)
-    mixed = lowered(inputs, np.random.default_rng(1).integers(3, 8, inputs.bits.shape).astype(np.int32))
+    """From 5 bits to mixed ones: other numbers, the same executable, and nothing above q is read."""
+    inputs = build(MoECase(tokens=5, bits=5, max_bits=5, seed=24))
+    op = bind(api.bitplane_moe, triton.bitplane_moe, layer=LAYER, geometry=inputs.geometry)
+    mixed = lowered(inputs, np.random.default_rng(1).integers(3, 5, inputs.bits.shape).astype(np.int32))
     for state in (inputs, mixed):
         y, norms = op(*map(jnp.asarray, state.operands))
         assert_matches((np.asarray(y), np.asarray(norms)), state)
@@ -82,7 +82,7 @@ def test_bits_fall_without_recompilation(implementation: str, bind) -> None:
 
 def test_where_pages_lie_changes_nothing(bind) -> None:
     """The same experts in other slots: bit-identical."""
-    inputs = build(MoECase(tokens=5, lut_rows=32, seed=25))
+    inputs = build(MoECase(tokens=5, lut_rows=32, max_bits=4, seed=25))
     order = np.random.default_rng(2).permutation(len(inputs.arena)).astype(np.int32)
     arena = np.empty_like(inputs.arena)
     arena[order] = inputs.arena
@@ -114,7 +114,7 @@ def test_extreme_scales_and_subnormal_entries_survive() -> None:
 def test_one_expert_at_a_time() -> None:
     """Temporary memory of the reference stays far below the dense weights of all experts."""
     inputs = build(MoECase(tokens=8, hidden=128, inner=128, experts=48, lut_rows=32, seed=26))
-    op = jax.jit(functools.partial(api.bitplane_moe, geometry=inputs.geometry, implementation="xla"))
+    op = jax.jit(functools.partial(api.bitplane_moe, layer=LAYER, geometry=inputs.geometry, implementation="xla"))
     analysis = op.lower(*map(jnp.asarray, inputs.operands)).compile().memory_analysis()
     dense_bytes = sum(weight.nbytes for unit in inputs.dense for weight in unit)
     assert analysis.temp_size_in_bytes < dense_bytes / 8
@@ -125,7 +125,8 @@ def test_explicit_triton_never_falls_back() -> None:
         pytest.skip("this machine has a GPU")
     inputs = build(MoECase())
     with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
-        api.bitplane_moe(*map(jnp.asarray, inputs.operands), geometry=inputs.geometry, implementation="triton")
+        static = dict(layer=LAYER, geometry=inputs.geometry)
+        api.bitplane_moe(*map(jnp.asarray, inputs.operands), **static, implementation="triton")
     assert api.resolve_implementation("auto") == "xla"
 
 
@@ -133,9 +134,11 @@ def test_unsupported_input_is_refused_with_the_reason() -> None:
     inputs = build(MoECase())
     operands = list(map(jnp.asarray, inputs.operands))
     with pytest.raises(NotImplementedError, match="float16"):
-        api.bitplane_moe(operands[0].astype(jnp.float16), *operands[1:], geometry=inputs.geometry)
+        api.bitplane_moe(operands[0].astype(jnp.float16), *operands[1:], layer=0, geometry=inputs.geometry)
     relu = dataclasses.replace(inputs.geometry, activation="relu")
     with pytest.raises(NotImplementedError, match="relu"):
-        api.bitplane_moe(*operands, geometry=relu)
+        api.bitplane_moe(*operands, layer=0, geometry=relu)
     with pytest.raises(ValueError, match="bits has shape"):
-        api.bitplane_moe(*operands[:5], operands[5][:, :1], operands[6], geometry=inputs.geometry)
+        api.bitplane_moe(*operands[:4], operands[4][..., :1], operands[5], layer=0, geometry=inputs.geometry)
+    with pytest.raises(ValueError, match="layer is 2; the tables have 2"):
+        api.bitplane_moe(*operands, layer=2, geometry=inputs.geometry)

@@ -80,7 +80,7 @@ def _step(attention: AttentionCase, moe: moe_cases.MoEInputs):
                 heads, arena, kv_table, rows, start, length, layer=layer, geometry=attention.geometry, scale=0.2
             )
             x = x + out.reshape(x.shape)
-            y, _ = bitplane_moe(x, *moe_operands, arena, geometry=moe.geometry)
+            y, _ = bitplane_moe(x, *moe_operands, arena, layer=moe_cases.LAYER, geometry=moe.geometry)
             x = x + y
         return arena, x
 
