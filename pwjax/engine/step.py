@@ -113,7 +113,7 @@ def make_step(spec: StepSpec, shape: StepShape) -> Callable[..., tuple[StepState
         tokens = _input_tokens(inputs, state.last_tokens)
 
         x = model.embed(tokens)
-        masses = []
+        routes = []
         moe_layer = 0
         for index, layer in enumerate(model.layers):
             q, k, v = layer.qkv(x, positions)
@@ -126,11 +126,10 @@ def make_step(spec: StepSpec, shape: StepShape) -> Callable[..., tuple[StepState
             if not layer.is_moe:
                 x = layer.add_mlp(x)
                 continue
-            h, ids, weights = layer.route(x)
             # Padding chooses no expert: it costs nothing and leaves no trace in the statistics.
-            ids = jnp.where(valid[..., None], ids, config.num_experts)
+            h, ids, weights = layer.route(x, valid, spec.implementation)
             y = _routed_experts(spec, experts, moe_layer, arena, h, ids, weights)
-            masses.append(_routing_mass(ids, weights, config.num_experts))
+            routes.append((ids, weights))
             x = layer.add_experts(x, h, y)
             moe_layer += 1
 
@@ -141,7 +140,7 @@ def make_step(spec: StepSpec, shape: StepShape) -> Callable[..., tuple[StepState
             arena,
             kv_table,
             state.last_tokens.at[rows].set(sampled, mode="drop"),
-            _add_mass(state.mass, rows, start, jnp.stack(masses, axis=1)),
+            _add_mass(state.mass, rows, start, _routing_mass(routes, config.num_experts)),
         )
         return state, StepOutputs(sampled, nats)
 
@@ -173,13 +172,17 @@ def _routed_experts(spec: StepSpec, experts, moe_layer: int, arena, h, ids, weig
     return y.reshape(h.shape)
 
 
-def _routing_mass(ids: jax.Array, weights: jax.Array, num_experts: int) -> jax.Array:
-    """Sum of routing weights by expert, `[S, E]` (numerator of equation 1)."""
-    sequences = ids.shape[0]
-    flat = ids.reshape(sequences, -1)
-    owner = jnp.broadcast_to(jnp.arange(sequences)[:, None], flat.shape)
-    zeros = jnp.zeros((sequences, num_experts), jnp.float32)
-    return zeros.at[owner, flat].add(weights.reshape(sequences, -1).astype(jnp.float32), mode="drop")
+def _routing_mass(routes: list[tuple[jax.Array, jax.Array]], num_experts: int) -> jax.Array:
+    """Sums of routing weights by expert, `[S, L, E]` (numerator of equation 1), of each layer's ids and weights.
+
+    One scatter for all layers. A sum over comparisons with every expert would be of size `[S, L, E, Q * k]` where XLA
+    does not fuse it, as on a CPU.
+    """
+    sequences, layers = len(routes[0][0]), len(routes)
+    ids, weights = (jnp.stack(a, axis=1).reshape(sequences * layers, -1) for a in zip(*routes, strict=True))
+    owner = jnp.arange(sequences * layers, dtype=jnp.int32)[:, None]
+    zeros = jnp.zeros((sequences * layers, num_experts), jnp.float32)
+    return zeros.at[owner, ids].add(weights, mode="drop").reshape(sequences, layers, num_experts)
 
 
 def _add_mass(mass: jax.Array, rows: jax.Array, start: jax.Array, new: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_kernels.platform import Implementation
 from pwjax.config import ModelConfig
 from pwjax.models.attention import Attention
 from pwjax.models.layers import Embedding, GatedMlp, Linear, RMSNorm, matmul_f32
@@ -56,17 +57,19 @@ class DecoderLayer(nnx.Module):
         """Residual `x [..., H]` plus the projected attention output `heads [..., heads, D]`."""
         return x + self.self_attn.output(heads)
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What the routed experts need.
+    def route(
+        self, x: jax.Array, valid: jax.Array | None = None, implementation: Implementation = "xla"
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What the routed experts need of `x [..., H]`; see `SparseMoe.route` for `valid` and `implementation`.
 
         Returns:
             h: `[..., H]`, the normed residual: input of router and experts.
-            ids: int32 `[..., k]`; a caller replaces those of padding tokens by `num_experts` ("no expert").
+            ids: int32 `[..., k]`; `num_experts` ("no expert") where not `valid`.
             weights: float32 `[..., k]`.
         """
         assert isinstance(self.mlp, SparseMoe)
         h = self.post_attention_layernorm(x)
-        return h, *self.mlp.route(h)
+        return h, *self.mlp.route(h, valid, implementation)
 
     def add_experts(self, x: jax.Array, h: jax.Array, routed: jax.Array) -> jax.Array:
         """Residual `x` plus the weighted sum of the routed experts, `routed [..., H]`, plus the shared one of `h`."""

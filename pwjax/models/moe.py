@@ -6,13 +6,17 @@ their output between `DecoderLayer.route` and `DecoderLayer.add_experts`.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_kernels.platform import Implementation
+from pallas_kernels.top_experts.api import top_experts
 from pwjax.config import ModelConfig
-from pwjax.models.layers import GatedMlp, Linear, linear
+from pwjax.models.layers import GatedMlp, Linear, matmul_f32
 
 
 class SparseMoe(nnx.Module):
@@ -27,9 +31,12 @@ class SparseMoe(nnx.Module):
         self.shared_expert_gate = Linear(config.hidden_size, 1, dtype) if has_shared else None
         self.top_k = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
+        self.num_experts = config.num_experts
         self.weights_in_hidden_dtype = config.router_weights_in_hidden_dtype
 
-    def route(self, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def route(
+        self, h: jax.Array, valid: jax.Array | None = None, implementation: Implementation = "xla"
+    ) -> tuple[jax.Array, jax.Array]:
         """Experts of every token.
 
         Logits are rounded to the dtype of `h`, softmax over all experts is float32, then the top k are taken (of equal
@@ -38,29 +45,26 @@ class SparseMoe(nnx.Module):
 
         Args:
             h: normed hidden states `[..., H]`.
+            valid: bool `[...]`, the tokens that are not padding; None for all.
+            implementation: of `top_experts`.
 
         Returns:
-            ids int32 `[..., k]`, weights float32 `[..., k]`.
+            ids int32 `[..., k]`, `num_experts` ("no expert") for padding; weights float32 `[..., k]`.
         """
-        logits = _rounded_to(linear(h, self.gate.weight[...]).astype(jnp.float32), h.dtype)
-        weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.top_k)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdims=True)
-        if self.weights_in_hidden_dtype:
-            weights = _rounded_to(weights, h.dtype)
-        return ids.astype(jnp.int32), weights
+        tokens = h.shape[:-1]
+        ids, weights = top_experts(
+            matmul_f32(h, self.gate.weight[...]).reshape(-1, self.num_experts),
+            jnp.ones(math.prod(tokens), bool) if valid is None else valid.reshape(-1),
+            top_k=self.top_k,
+            normalise=self.normalise,
+            logits_dtype=h.dtype,
+            weights_dtype=h.dtype if self.weights_in_hidden_dtype else jnp.float32,
+            implementation=implementation,
+        )
+        return ids.reshape(*tokens, -1), weights.reshape(*tokens, -1)
 
     def add_shared(self, h: jax.Array, routed: jax.Array) -> jax.Array:
         """Output of the block: `routed [..., H]` plus `sigmoid(gate(h)) * shared_expert(h)` where there is one."""
         if self.shared_expert is None or self.shared_expert_gate is None:
             return routed
         return routed + jax.nn.sigmoid(self.shared_expert_gate(h)) * self.shared_expert(h)
-
-
-def _rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Float32 values rounded to what `dtype` can hold.
-
-    XLA may drop a cast to bfloat16 and back, and does so or not by what it fuses; routing must not depend on that.
-    """
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)

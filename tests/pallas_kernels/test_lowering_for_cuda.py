@@ -19,9 +19,7 @@ from tests.pallas_kernels.lowering import triton_modules
 SHAPES = [(2048, 1408, 60, 4), (4096, 14336, 8, 2), (256, 128, 32, 4), (704, 80, 60, 6)]
 
 
-def _moe_modules(
-    tokens, shape, *, lut_rows=1, slot_words=8192, dtype="bfloat16", num_slots=1000, layers=2
-) -> list[str]:
+def _moe_modules(tokens, shape, *, lut_rows=1, slot_words=8192, dtype="bfloat16", num_slots=1000, layer=1) -> list[str]:
     hidden, inner, experts, top_k = shape
     shared = dict(lut_rows=lut_rows, slot_words=slot_words)
     geometry = MoEGeometry(
@@ -34,11 +32,11 @@ def _moe_modules(
         of((tokens, hidden), dtype),
         of((tokens, top_k), jnp.int32),
         of((tokens, top_k), jnp.float32),
-        of((layers, experts, geometry.total_slots), jnp.int32),
-        of((layers, experts, 2), jnp.int32),
+        of((2, experts, geometry.total_slots), jnp.int32),
+        of((2, experts, 2), jnp.int32),
         of((num_slots, slot_words), jnp.uint32),
     )
-    return triton_modules(functools.partial(moe.bitplane_moe, layer=layers - 1, geometry=geometry), *operands)
+    return triton_modules(functools.partial(moe.bitplane_moe, layer=layer, geometry=geometry), *operands)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -50,10 +48,9 @@ def test_bitplane_moe(shape: tuple[int, ...], tokens: int, dtype: str) -> None:
     assert all("tt.dot" in kernel for kernel in kernels)
 
 
-def test_layers_and_batches_share_kernels() -> None:
-    """What differs between them is data: a kernel takes seconds to compile."""
-    assert _moe_modules(1, SHAPES[0], layers=1) == _moe_modules(1, SHAPES[0], layers=2)
-    assert _moe_modules(20, SHAPES[0]) == _moe_modules(40, SHAPES[0])
+def test_layers_share_moe_kernels() -> None:
+    """The layer is data: a kernel takes seconds to compile."""
+    assert _moe_modules(1, SHAPES[0], layer=0) == _moe_modules(1, SHAPES[0], layer=1)
 
 
 @pytest.mark.parametrize("slot_words", [64, 100])
