@@ -75,7 +75,8 @@ def default_config(pairs: int, num_experts: int, layout: BlockLayout) -> Config:
     splits = 1
     while 2 * splits * programs <= _PROGRAMS and 2 * splits * block_words <= layout.words_per_row:
         splits *= 2
-    return Config(block_m=block_m, block_words=block_words, splits=splits)
+    # Stages of many rows of x would leave room for one program on a multiprocessor.
+    return Config(block_m=block_m, block_words=block_words, splits=splits, num_stages=3 if block_m == 16 else 2)
 
 
 def bitplane_moe(
