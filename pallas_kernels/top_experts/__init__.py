@@ -1,0 +1,1 @@
+"""The experts of every token, from the router's logits."""
