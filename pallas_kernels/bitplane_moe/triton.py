@@ -99,7 +99,7 @@ def bitplane_moe(
     ]
     pairs, tiles = plan_tiles(expert_ids, num_experts, configs[0].block_m)
     tables = Tables(slots, bits, arena, jnp.asarray([layer], jnp.int32))
-    static = dict(tiles=tiles, tables=tables, exact=x.dtype == jnp.float32, interpret=interpret)
+    static: dict[str, Any] = dict(tiles=tiles, tables=tables, exact=x.dtype == jnp.float32, interpret=interpret)
     first, second = (
         _Unit(index=unit, first_slot=start, layout=layout, config=config, max_bits=geometry.max_bits)
         for unit, (start, layout, config) in enumerate(
