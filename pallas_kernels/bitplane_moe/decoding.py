@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,18 +59,15 @@ class Block:
 
     def decoder(self, bits: int) -> Callable[[Words, jax.Array | int], jax.Array]:
         """A function from words and the number of a quarter to that tile of weights, without the row scale."""
-        if bits <= MAX_BYTE_TABLE_BITS:
-            tables = self._byte_tables(bits)
-        else:
+        if bits > MAX_BYTE_TABLE_BITS:
             lookup = self._lookup(bits)
+            return lambda words, quarter: lookup(
+                _tile_of_bytes([_packed_indices(*group) for group in _groups(words, quarter)])
+            )
+        tables = self._byte_tables(bits)
 
         def decode(words: Words, quarter: jax.Array | int) -> jax.Array:
-            top = _top_indices(words[:3], quarter)
-            tops = top, lax.shift_right_logical(top, jnp.int32(16))
-            groups = [(tops[half], words[3:], 2 * quarter + half) for half in range(2)]
-            if bits > MAX_BYTE_TABLE_BITS:
-                return lookup(_tile_of_bytes([_packed_indices(*group) for group in groups]))
-            low, high = zip(*(self._permuted(*group, tables) for group in groups), strict=True)
+            low, high = zip(*(self._permuted(*group, tables) for group in _groups(words, quarter)), strict=True)
             return _tile_of_halves(low, high, interpret=self.interpret)
 
         return decode
@@ -167,6 +164,13 @@ def _top_indices(base: Words, quarter: jax.Array | int) -> jax.Array:
         return nibbles[quarter]
     even = jnp.where(quarter < 2, nibbles[0], nibbles[2])
     return jnp.where(quarter & 1 == 0, even, jnp.where(quarter < 2, nibbles[1], nibbles[3]))
+
+
+def _groups(words: Words, quarter: jax.Array | int) -> Iterator[tuple[jax.Array, Words, jax.Array | int]]:
+    """Both groups of a quarter: their top indices (in the low half), the planes below, their number."""
+    top = _top_indices(words[:3], quarter)
+    yield top, words[3:], 2 * quarter
+    yield lax.shift_right_logical(top, jnp.int32(16)), words[3:], 2 * quarter + 1
 
 
 def _packed_indices(top: jax.Array, planes: Words, group: jax.Array | int) -> jax.Array:

@@ -127,7 +127,7 @@ def pack_planes(layout: BlockLayout, indices: np.ndarray, planes: tuple[int, ...
     batch, rows, cols = indices.shape
     padded = np.pad(indices, ((0, 0), (0, 0), (0, -cols % 32)))
     groups = padded.reshape(batch, rows, -1, 8, 4)
-    words = _pack_base(groups >> 5) if len(planes) > 1 else [_pack_signs((groups >> (7 - planes[0])) & 1)]
+    words = _pack_base(groups >> 5) if len(planes) > 1 else [_pack_signs((groups >> (7 - max(planes))) & 1)]
     runs = (word.reshape(batch, rows, -1, layout.run_words).swapaxes(1, 2).reshape(batch, -1) for word in words)
     return np.concatenate(list(runs), axis=-1)
 

@@ -160,14 +160,15 @@ def _input_tokens(inputs: StepInputs, last_tokens: jax.Array) -> jax.Array:
 def _routed_experts(spec: StepSpec, experts, moe_layer: int, arena, h, ids, weights) -> jax.Array:
     """Routed output `[S, Q, H]` from pages in the arena, or from dense experts."""
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    arguments = flat(h), flat(ids), flat(weights).astype(jnp.float32)
+    routed = flat(h), flat(ids), flat(weights).astype(jnp.float32)
     if spec.moe is None:
         gate_up, down = experts[moe_layer]
         # Dense experts have no kernel of their own: XLA's products are the baseline that method bf16 stands for.
-        y, _ = dense_moe(*arguments, gate_up, down, activation="silu", implementation="xla")
+        y, _ = dense_moe(*routed, gate_up, down, activation="silu", implementation="xla")
     else:
+        slots, bits = experts
         y, _ = bitplane_moe(
-            *arguments, *experts, arena, layer=moe_layer, geometry=spec.moe, implementation=spec.implementation
+            *routed, slots, bits, arena, layer=moe_layer, geometry=spec.moe, implementation=spec.implementation
         )
     return y.reshape(h.shape)
 
