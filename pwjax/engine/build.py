@@ -205,7 +205,7 @@ class _Builder:
 
     def _load_dense(self) -> None:
         dtype = jnp.dtype(self.options.dtype)
-        self.definition, self.params = load_dense(self.config, dict(self.model.iter_dense()), dtype)
+        self.definition, self.params = load_dense(self.config, self.model.iter_dense(), dtype)
         self.experts = None
         self.dense_bytes = sum(leaf.nbytes for leaf in self.params)
         if not self.paged:

@@ -18,22 +18,25 @@ from pwjax.models.layers import Linear, rotary_tables, rotate
 
 
 class Attention(nnx.Module):
-    """The projections around attention: q, k, v (rotated) and o."""
+    """The projections around attention: q, k, v (rotated) and o.
+
+    The first three are one product, `qkv_proj`: the rows of q, then of k and of v. A checkpoint has `q_proj`, `k_proj`
+    and `v_proj`; `loading.py` joins them.
+    """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike):
         hidden, head_dim = config.hidden_size, config.head_dim
-        self.q_proj = Linear(hidden, config.num_heads * head_dim, dtype, bias=config.qkv_bias)
-        self.k_proj = Linear(hidden, config.num_kv_heads * head_dim, dtype, bias=config.qkv_bias)
-        self.v_proj = Linear(hidden, config.num_kv_heads * head_dim, dtype, bias=config.qkv_bias)
+        self.qkv_proj = Linear(
+            hidden, (config.num_heads + 2 * config.num_kv_heads) * head_dim, dtype, bias=config.qkv_bias
+        )
         self.o_proj = Linear(config.num_heads * head_dim, hidden, dtype)
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.rope_theta = config.rope_theta
 
     def qkv(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`x [..., H]` at `positions [...]` to q `[..., heads, D]` and k, v `[..., kv_heads, D]`; q, k are rotated."""
-        q, k, v = (
-            proj(x).reshape(*x.shape[:-1], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
+        q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=-2)
         # Every layer asks for the same tables; XLA computes them once a step.
         cos, sin = rotary_tables(positions, self.head_dim, self.rope_theta, x.dtype)
         return rotate(q, cos, sin), rotate(k, cos, sin), v

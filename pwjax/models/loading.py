@@ -1,7 +1,8 @@
 """From named checkpoint tensors to the model, and the names and shapes a checkpoint must have.
 
-A parameter's path in the module tree is its hub name (`layers/0/self_attn/q_proj/weight` is
-`model.layers.0.self_attn.q_proj.weight`), so there is no table to keep: shapes come from the abstract model.
+A parameter's path in the module tree is its hub name (`layers/0/self_attn/o_proj/weight` is
+`model.layers.0.self_attn.o_proj.weight`), so there is no table to keep: shapes come from the abstract model. The one
+exception is `qkv_proj`, which is `q_proj`, `k_proj` and `v_proj` of the checkpoint joined (`_stored_parts`).
 Routed experts are not dense weights. Mixtral's router is `model.layers.L.mlp.gate.weight` here as in transformers 5.
 
 The serving step is a plain `jax.jit` over flat leaves: `load_dense` once, `merge` inside the step (about 0.1 ms of
@@ -11,7 +12,7 @@ tracing-free Python a call against 2 ms for `nnx.jit`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -33,7 +34,7 @@ class ModuleDef(Generic[M]):
     """The structure of a module without its arrays: hashable, fit for a static argument of `jax.jit`.
 
     Attributes:
-        names: hub name of every leaf, in order; inside a layer, relative to the layer (`self_attn.q_proj.weight`).
+        names: name of every leaf, in order; inside a layer, relative to the layer (`self_attn.o_proj.weight`).
     """
 
     graphdef: nnx.GraphDef[M]
@@ -52,24 +53,27 @@ def dense_weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     With tied embeddings there is no `lm_head.weight` here, though a checkpoint may hold one.
     """
     _, shapes = _decoder_def(config, jnp.float32)
-    return {name: shape.shape for name, shape in shapes.items()}
+    parts = (_stored_parts(config, name, leaf.shape) for name, leaf in shapes.items())
+    return {name: shape for stored in parts for name, shape in stored.items()}
 
 
 def load_dense(
-    config: ModelConfig, dense: Mapping[str, Any], dtype: DTypeLike
+    config: ModelConfig, dense: Iterable[tuple[str, Any]], dtype: DTypeLike
 ) -> tuple[ModuleDef[Decoder], tuple[jax.Array, ...]]:
     """The decoder of `config` with the weights of `dense`.
 
     Args:
-        dense: hub name to array, as `dense_weight_shapes` lists them; `lm_head.weight` is ignored when tied.
-        dtype: of weights and activations. Arrays that have it already and are on the device are not copied.
+        dense: hub names and arrays, as `dense_weight_shapes` lists them, one at a time and in any order;
+            `lm_head.weight` is ignored when tied.
+        dtype: of weights and activations. Arrays that have it already and are on the device are not copied, but those
+            that are joined, and of these none is kept.
 
     Raises:
         UserError: a tensor is missing, unexpected or of another shape; the message names it.
     """
     definition, shapes = _decoder_def(config, dtype)
-    given = {name: array for name, array in dense.items() if not (config.tie_word_embeddings and name == TIED_HEAD)}
-    return definition, _checked_leaves(shapes, given, dtype, where="the checkpoint")
+    given = (item for item in dense if not (config.tie_word_embeddings and item[0] == TIED_HEAD))
+    return definition, _checked_leaves(config, shapes, given, dtype, where="the checkpoint")
 
 
 def load_layer(
@@ -82,9 +86,9 @@ def load_layer(
     """
     definition, shapes = _layer_def(config, layer, dtype)
     prefix = f"model.layers.{layer}."
-    given = {name: array for name, array in dense.items() if name.startswith(prefix)}
+    given = (item for item in dense.items() if item[0].startswith(prefix))
     wanted = {prefix + name: shape for name, shape in shapes.items()}
-    return definition, _checked_leaves(wanted, given, dtype, where=f"layer {layer} of the checkpoint")
+    return definition, _checked_leaves(config, wanted, given, dtype, where=f"layer {layer} of the checkpoint")
 
 
 def _decoder_def(config: ModelConfig, dtype: DTypeLike) -> tuple[ModuleDef[Decoder], dict[str, jax.ShapeDtypeStruct]]:
@@ -113,25 +117,54 @@ def _path_parts(path: tuple[Any, ...]) -> list[str]:
     return [str(key.key) for key in path if hasattr(key, "key")]
 
 
+def _stored_parts(config: ModelConfig, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Name to shape of the checkpoint's tensors whose rows, one after the other, are those of the leaf `name`."""
+    if ".qkv_proj." not in name:
+        return {name: shape}
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
+    return {name.replace("qkv_proj", part): (count * config.head_dim, *shape[1:]) for part, count in heads.items()}
+
+
 def _checked_leaves(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], given: Mapping[str, Any], dtype: DTypeLike, *, where: str
+    config: ModelConfig,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    given: Iterable[tuple[str, Any]],
+    dtype: DTypeLike,
+    *,
+    where: str,
 ) -> tuple[jax.Array, ...]:
-    missing = [name for name in shapes if name not in given]
+    """A leaf of every name in `shapes`, made as soon as all its parts are there."""
+    parts = {leaf: _stored_parts(config, leaf, wanted.shape) for leaf, wanted in shapes.items()}
+    leaf_of = {name: leaf for leaf, stored in parts.items() for name in stored}
+    arrived: dict[str, jax.Array] = {}
+    leaves: dict[str, jax.Array] = {}
+    unexpected = []
+    for name, array in given:
+        if name not in leaf_of:
+            unexpected.append(name)
+            continue
+        stored = parts[leaf_of[name]]
+        if tuple(array.shape) != stored[name]:
+            raise UserError(
+                f"tensor {name!r} has shape {list(array.shape)}; config.json calls for {list(stored[name])}"
+            )
+        arrived[name] = jnp.asarray(array, dtype)
+        if stored.keys() <= arrived.keys():
+            leaves[leaf_of[name]] = _joined([arrived.pop(part) for part in stored])
+    missing = [name for name, leaf in leaf_of.items() if leaf not in leaves and name not in arrived]
     if missing:
         raise UserError(f"{where} has no tensor {missing[0]!r}{_and_more(missing)}; it does not match its config.json")
-    unexpected = [name for name in given if name not in shapes]
     if unexpected:
         raise UserError(
             f"{where} has a tensor {unexpected[0]!r}{_and_more(unexpected)} that this model does not have; "
             "check model_type and the layer fields of config.json"
         )
-    leaves = []
-    for name, wanted in shapes.items():
-        if tuple(given[name].shape) != wanted.shape:
-            shape = list(given[name].shape)
-            raise UserError(f"tensor {name!r} has shape {shape}; config.json calls for {list(wanted.shape)}")
-        leaves.append(jnp.asarray(given[name], dtype))
-    return tuple(leaves)
+    return tuple(leaves[leaf] for leaf in shapes)
+
+
+def _joined(parts: list[jax.Array]) -> jax.Array:
+    """Their rows one after the other; a lone part is not copied."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _and_more(names: list[str]) -> str:

@@ -41,7 +41,7 @@ def test_only_the_pages_asked_for_are_made():
 def test_routing_spreads_and_logits_have_a_scale():
     config = model_config("tiny")
     model = SyntheticModel(config, max_bits=3)
-    decoder = merge(*load_dense(config, dict(model.iter_dense()), jnp.float32))
+    decoder = merge(*load_dense(config, model.iter_dense(), jnp.float32))
     x = decoder.embed(jnp.arange(config.vocab_size)[None])
     _, ids, _ = decoder.layers[0].route(x)
     shares = np.bincount(np.asarray(ids).ravel(), minlength=config.num_experts) / ids.size

@@ -13,7 +13,7 @@ from tests.hf_models import dense_and_experts, hf_logits, tiny_mixtral, tiny_mod
 def logits_of(hf_model, config_dict, tokens, dtype=jnp.float32):
     config = ModelConfig.from_hf(config_dict)
     dense, experts = dense_and_experts(hf_model)
-    definition, leaves = load_dense(config, dense, dtype)
+    definition, leaves = load_dense(config, dense.items(), dtype)
     pairs = [tuple(jnp.asarray(weight, dtype) for weight in pair) for pair in experts.values()]
     assert len(pairs) == config.num_moe_layers
     run = jax.jit(lambda leaves, tokens, pairs: forward_dense(merge(definition, leaves), tokens, pairs))
