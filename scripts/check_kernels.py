@@ -39,7 +39,7 @@ from pallas_kernels.testing.moe_cases import LAYER, MoECase
 ON_GPU = jax.default_backend() == "gpu"
 INTERPRET = {} if ON_GPU else {"interpret": True}
 # Largest error over the largest value.
-TOLERANCE = {"float32": 3e-6, "bfloat16": 2**-8}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-8}  # tensor cores truncate what they add to a sum
 
 LARGER_MOE = [
     MoECase(tokens=4, hidden=2048, inner=1408, experts=4, top_k=2, slot_words=8192, dtype="bfloat16", seed=50),

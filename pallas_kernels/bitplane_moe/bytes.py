@@ -33,27 +33,23 @@ def spread_signs(words: jax.Array, *, interpret: bool) -> jax.Array:
     return (lax.shift_right_logical(words, jnp.int32(7)) & 0x01010101) * 255
 
 
-def join_bytes(low: jax.Array, high: jax.Array, second: jax.Array, *, interpret: bool) -> jax.Array:
-    """float16 from four low and four high bytes; the last axis, of two, holds the same words twice.
+def as_halves(words: jax.Array) -> jax.Array:
+    """Both float16 numbers of each int32, `[..]` to `[.., 2]`, the low one first.
 
-    Element j of that axis is made of bytes `2 * second + j` of both; `second` is 0 or 1, the same for a pair.
+    The compiler sees through it: where both end in one register, as operands of tensor cores do, nothing is moved.
     """
-    if not interpret:
-        selector = jnp.where(second == 0, jnp.int32(0x5140), jnp.int32(0x7362))
-        # Two neighbours make one register, and both come from the same words: every second operand repeats the first.
-        return _instruction("prmt.b32 $0, $1, $3, $5;", low, high, selector, dtype=jnp.float16, pack=2)
-    shift = 8 * (2 * second + lax.broadcasted_iota(jnp.int32, low.shape, low.ndim - 1))
-    halves = (lax.shift_right_logical(low, shift) & 255) | (lax.shift_right_logical(high, shift) & 255) << 8
-    return lax.bitcast_convert_type(halves.astype(jnp.uint16), jnp.float16)
+    low, high = words.astype(jnp.uint16), lax.shift_right_logical(words, jnp.int32(16)).astype(jnp.uint16)
+    return lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.float16)
 
 
-def _instruction(text: str, *operands: jax.Array, dtype=jnp.int32, pack: int = 1) -> jax.Array:
+def _instruction(text: str, *operands: jax.Array) -> jax.Array:
+    """One element at a time (`pack=1`): which elements would share a call with more is the layout's affair."""
     shape = jnp.broadcast_shapes(*(operand.shape for operand in operands))
     (result,) = plt.elementwise_inline_asm(
         text,
         args=[jnp.broadcast_to(operand, shape) for operand in operands],
-        constraints=",".join(["=r"] + ["r"] * (len(operands) * pack)),
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, dtype)],
+        constraints=",".join(["=r"] + ["r"] * len(operands)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.int32)],
     )
     return result

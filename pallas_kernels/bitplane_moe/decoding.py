@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.bitplane_moe.bytes import join_bytes, permute_bytes, spread_signs
+from pallas_kernels.bitplane_moe.bytes import as_halves, permute_bytes, spread_signs
 from pallas_kernels.bitplane_moe.layout import MAX_BYTE_TABLE_BITS, MIN_BITS, BlockLayout
 
 Words = tuple[jax.Array, ...]
@@ -184,25 +184,28 @@ def _packed_indices(top: jax.Array, planes: Words, group: jax.Array | int) -> ja
 
 
 def _in_order(groups: Sequence[jax.Array]) -> jax.Array:
-    """`[N, W]` of both groups of a quarter to `[N, W / 4, group, second, word, first]`, members of a group repeated."""
+    """`[N, W]` of both groups of a quarter to `[N, W / 4, group, second, word]`, twice the same along `second`."""
     rows, words = groups[0].shape
     both = jnp.stack([group.reshape(rows, words // 4, 4) for group in groups], axis=-1)
-    both = both.transpose(0, 1, 3, 2).reshape(rows, words // 4, 2, 1, 4, 1)
-    return jnp.broadcast_to(both, (rows, words // 4, 2, 2, 4, 2))
+    both = both.transpose(0, 1, 3, 2).reshape(rows, words // 4, 2, 1, 4)
+    return jnp.broadcast_to(both, (rows, words // 4, 2, 2, 4))
 
 
 def _tile_of_halves(low: Sequence[jax.Array], high: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
     """A tile from the low and high bytes of both groups, int32 `[N, W]` each: float16 `[N, 8 * W]`."""
     lows, highs = _in_order(low), _in_order(high)
     second = lax.broadcasted_iota(jnp.int32, lows.shape, 3)
-    return join_bytes(lows, highs, second, interpret=interpret).reshape(lows.shape[0], -1)
+    # Bytes 0 (or 2) of both make the low half of a word, bytes 1 (or 3) the high one.
+    selector = jnp.where(second == 0, jnp.int32(0x5140), jnp.int32(0x7362))
+    return as_halves(permute_bytes(lows, highs, selector, interpret=interpret)).reshape(lows.shape[0], -1)
 
 
 def _tile_of_bytes(packed: Sequence[jax.Array]) -> jax.Array:
     """A tile of indices from the packed ones of both groups: int32 `[N, 8 * W]`."""
     ordered = _in_order(packed)
-    member = 2 * lax.broadcasted_iota(jnp.int32, ordered.shape, 3) + lax.broadcasted_iota(jnp.int32, ordered.shape, 5)
-    return (lax.shift_right_logical(ordered, 8 * member) & 255).reshape(ordered.shape[0], -1)
+    pair = lax.shift_right_logical(ordered, 16 * lax.broadcasted_iota(jnp.int32, ordered.shape, 3))
+    members = jnp.stack([pair & 255, lax.shift_right_logical(pair, jnp.int32(8)) & 255], axis=-1)
+    return members.reshape(ordered.shape[0], -1)
 
 
 def _axis(dimension: int, size: int) -> jax.Array:

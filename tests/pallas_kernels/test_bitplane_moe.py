@@ -15,8 +15,10 @@ from pallas_kernels.bitplane_moe.layout import dequantize_pages, pack_page
 from pallas_kernels.bitplane_moe.reference import decode_block
 from pallas_kernels.testing.moe_cases import LAYER, TAILS, MoECase, MoEInputs, build, expected, lowered
 
-# Largest error over the largest value. float32 sums of up to 704 terms; then one rounding to bfloat16.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-8}
+# Largest error over the largest value. float32 sums of up to 704 terms, which tensor cores of a GPU truncate rather than
+# round (6e-6 over 4,096 terms on an H200); then one rounding to bfloat16.
+SUM_TOLERANCE = 2e-6 if jax.default_backend() == "cpu" else 2e-5
+TOLERANCE = {"float32": SUM_TOLERANCE, "bfloat16": 2**-8}
 
 
 def run(bind, inputs: MoEInputs, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
@@ -31,7 +33,7 @@ def assert_matches(result: tuple[np.ndarray, np.ndarray], inputs: MoEInputs, dty
     """float16 holds bfloat16 inputs exactly, and rounds what goes into down; norms come before it."""
     (y, norms), (want_y, want_norms) = result, expected(inputs)
     assert np.abs(y - want_y).max() <= TOLERANCE[dtype] * np.abs(want_y).max()
-    assert np.abs(norms - want_norms).max() <= (2e-6 if dtype == "float32" else 1e-4) * want_norms.max()
+    assert np.abs(norms - want_norms).max() <= (SUM_TOLERANCE if dtype == "float32" else 1e-4) * want_norms.max()
 
 
 @pytest.mark.parametrize("case", TAILS, ids=str)
