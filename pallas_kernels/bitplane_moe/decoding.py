@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.bitplane_moe.bytes import as_halves, permute_bytes, spread_signs
-from pallas_kernels.bitplane_moe.layout import MAX_BYTE_TABLE_BITS, MIN_BITS, BlockLayout
+from pallas_kernels.bitplane_moe.layout import MAX_BYTE_TABLE_BITS, BlockLayout
 
 Words = tuple[jax.Array, ...]
 """int32 `[block_n, block_words]` of some planes."""
@@ -104,30 +104,25 @@ class Block:
         number = self.first_slot + lax.div(word, jnp.int32(self.layout.slot_words))
         return plt.load(self.slots_ref.at[self.layer, self.expert, number], mask=mask, other=0)
 
-    def _lut_start(self, bits: int) -> tuple[jax.Array, jax.Array]:
-        """First word of each row's LUT, int32 `[block_n, 1]` counted from the first slot, and which rows exist."""
-        layout = self.layout
-        start = layout.page_offset_slots(bits) * layout.slot_words + layout.lut_offset_words(bits)
+    def _lut(self, bits: int) -> tuple[jax.Array, jax.Array, int]:
+        """Each row's LUT: its first word int32 `[block_n, 1]` counted from the first slot, whether the row exists, and
+        how many of its words can't lie in two slots."""
+        layout, words = self.layout, 2 ** (bits - 1)
+        first = layout.page_offset_slots(bits) * layout.slot_words + layout.lut_offset_words(bits)
         group = lax.div(self.row, jnp.int32(layout.lut_rows))
-        return (start + group * 2 ** (bits - 1))[:, None], (self.row < layout.rows)[:, None]
+        together = math.gcd(first, layout.slot_words, words)
+        return (first + group * words)[:, None], (self.row < layout.rows)[:, None], together
 
     def _byte_tables(self, bits: int) -> list[tuple[jax.Array, ...]]:
         """For each value of the bits below the top three: four words int32 `[block_n, 1]`, low bytes and high bytes."""
-        layout = self.layout
-        start, exists = self._lut_start(bits)
-        first = layout.page_offset_slots(bits) * layout.slot_words + layout.lut_offset_words(bits)
-        width = jnp.int32(layout.slot_words)
-
-        def words(table: int) -> tuple[jax.Array, ...]:
-            word = start + 4 * table
-            if first % 4 or layout.slot_words % 4:
-                return tuple(self._read(word + i, exists) for i in range(4))
-            slot = self._slot(word, exists)
-            column = lax.rem(word, width)
-            return tuple(plt.load(self.arena_ref.at[slot, column + i], mask=exists, other=0) for i in range(4))
-
-        to_signed = lambda word: lax.bitcast_convert_type(word, jnp.int32)  # noqa: E731
-        return [tuple(map(to_signed, words(table))) for table in range(2 ** (bits - MIN_BITS))]
+        start, exists, together = self._lut(bits)
+        words = []
+        for offset in range(0, 2 ** (bits - 1), together):
+            slot = self._slot(start + offset, exists)
+            column = lax.rem(start + offset, jnp.int32(self.layout.slot_words))
+            places = (self.arena_ref.at[slot, column + i] for i in range(together))
+            words += [lax.bitcast_convert_type(plt.load(at, mask=exists, other=0), jnp.int32) for at in places]
+        return [tuple(words[i : i + 4]) for i in range(0, len(words), 4)]
 
     def _permuted(self, top: jax.Array, planes: Words, group, tables) -> tuple[jax.Array, jax.Array]:
         """Low and high bytes of the four entries of a group, int32 `[block_n, block_words]`."""
@@ -144,11 +139,18 @@ class Block:
 
     def _lookup(self, bits: int) -> Callable[[jax.Array], jax.Array]:
         """A function from int32 indices `[block_n, ..]` to float16 entries; two entries lie in a word."""
-        start, exists = self._lut_start(bits)
+        start, exists, together = self._lut(bits)
+        width = jnp.int32(self.layout.slot_words)
+        slot, column = self._slot(start, exists), lax.rem(start, width)
 
         def entries(index: jax.Array) -> jax.Array:
-            word = self._read(start + (index >> 1), jnp.broadcast_to(exists, index.shape))
-            half = (word >> ((index & 1) * 16).astype(jnp.uint32)) & 0xFFFF
+            mask, word = jnp.broadcast_to(exists, index.shape), index >> 1
+            if together == 2 ** (bits - 1):
+                at = self.arena_ref.at[jnp.broadcast_to(slot, index.shape), column + word]
+                pair = plt.load(at, mask=mask, other=0)
+            else:
+                pair = self._read(start + word, mask)
+            half = (pair >> ((index & 1) * 16).astype(jnp.uint32)) & 0xFFFF
             return lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16)
 
         return entries

@@ -15,7 +15,7 @@ from pallas_kernels.bitplane_moe.layout import dequantize_pages, pack_page
 from pallas_kernels.bitplane_moe.reference import decode_block
 from pallas_kernels.testing.moe_cases import LAYER, TAILS, MoECase, MoEInputs, build, expected, lowered
 
-# Largest error over the largest value. float32 sums of up to 704 terms, which tensor cores of a GPU truncate rather than
+# Largest error over the largest value. float32 sums of up to 704 terms, which a GPU's tensor cores truncate rather than
 # round (6e-6 over 4,096 terms on an H200); then one rounding to bfloat16.
 SUM_TOLERANCE = 2e-6 if jax.default_backend() == "cpu" else 2e-5
 TOLERANCE = {"float32": SUM_TOLERANCE, "bfloat16": 2**-8}
