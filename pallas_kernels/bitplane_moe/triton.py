@@ -65,18 +65,20 @@ UNROLLED_BITS = 4
 _PROGRAMS = 396  # three for each of the 132 multiprocessors of an H200
 
 
-def default_config(pairs: int, num_experts: int, layout: BlockLayout) -> Config:
+def default_config(pairs: int, num_experts: int, layout: BlockLayout, *, exact: bool) -> Config:
     """Tiles of about as many pairs as an expert gets, and enough programs to fill the chip."""
     mean = pairs // num_experts
-    block_m = 16 if mean <= 16 else 32 if mean <= 32 else 64
+    # The three parts of float32 rows fill shared memory.
+    block_m = 16 if mean <= 16 or exact else 32 if mean <= 32 else 64
     block_words = 16 if layout.words_per_row >= 16 else 8
     tiles = min(pairs, num_experts + pairs // block_m)
     programs = tiles * pl.cdiv(layout.rows, 64)
     splits = 1
     while 2 * splits * programs <= _PROGRAMS and 2 * splits * block_words <= layout.words_per_row:
         splits *= 2
-    # Stages of many rows of x would leave room for one program on a multiprocessor.
-    return Config(block_m=block_m, block_words=block_words, splits=splits, num_stages=3 if block_m == 16 else 2)
+    # More stages of many rows of x would leave room for one program on a multiprocessor.
+    stages = 3 if block_m == 16 and not exact else 2
+    return Config(block_m=block_m, block_words=block_words, splits=splits, num_stages=stages)
 
 
 def bitplane_moe(
@@ -93,13 +95,14 @@ def bitplane_moe(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.bitplane_moe`."""
-    num_experts, top_k = bits.shape[1], expert_ids.shape[1]
+    num_experts, top_k, exact = bits.shape[1], expert_ids.shape[1], x.dtype == jnp.float32
     configs = [
-        config or default_config(expert_ids.size, num_experts, layout) for layout in (geometry.gate_up, geometry.down)
+        config or default_config(expert_ids.size, num_experts, layout, exact=exact)
+        for layout in (geometry.gate_up, geometry.down)
     ]
     pairs, tiles = plan_tiles(expert_ids, num_experts, configs[0].block_m)
     tables = Tables(slots, bits, arena, jnp.asarray([layer], jnp.int32))
-    static: dict[str, Any] = dict(tiles=tiles, tables=tables, exact=x.dtype == jnp.float32, interpret=interpret)
+    static: dict[str, Any] = dict(tiles=tiles, tables=tables, exact=exact, interpret=interpret)
     first, second = (
         _Unit(index=unit, first_slot=start, layout=layout, config=config, max_bits=geometry.max_bits)
         for unit, (start, layout, config) in enumerate(
@@ -137,7 +140,8 @@ def matmul(
         bits: int32 scalar.
         arena: uint32 `[num_slots, slot_words]`.
     """
-    config = config or default_config(x.shape[0], 1, layout)
+    exact = x.dtype == jnp.float32
+    config = config or default_config(x.shape[0], 1, layout, exact=exact)
     pairs, tiles = plan_tiles(jnp.zeros((x.shape[0], 1), jnp.int32), 1, config.block_m)
     tables = Tables(slots[None, None], bits[None, None, None], arena, jnp.zeros(1, jnp.int32))
     return _grouped_matmul(
@@ -147,7 +151,7 @@ def matmul(
         tiles=tiles,
         tables=tables,
         unit=_Unit(index=0, first_slot=0, layout=layout, config=config, max_bits=max_bits),
-        exact=x.dtype == jnp.float32,
+        exact=exact,
         interpret=interpret,
     )
 
