@@ -70,15 +70,22 @@ def default_config(pairs: int, num_experts: int, layout: BlockLayout, *, exact: 
     mean = pairs // num_experts
     # The three parts of float32 rows fill shared memory.
     block_m = 16 if mean <= 16 or exact else 32 if mean <= 32 else 64
+    # Eight warps hold the sums of many pairs without spilling, and share their tiles of x.
+    block_n, num_warps = (64, 4) if block_m == 16 else (128, 8)
     block_words = 16 if layout.words_per_row >= 16 else 8
     tiles = min(pairs, num_experts + pairs // block_m)
-    programs = tiles * pl.cdiv(layout.rows, 64)
+    programs = tiles * pl.cdiv(layout.rows, block_n)
     splits = 1
     while 2 * splits * programs <= _PROGRAMS and 2 * splits * block_words <= layout.words_per_row:
         splits *= 2
-    # More stages of many rows of x would leave room for one program on a multiprocessor.
-    stages = 3 if block_m == 16 and not exact else 2
-    return Config(block_m=block_m, block_words=block_words, splits=splits, num_stages=stages)
+    return Config(
+        block_m=block_m,
+        block_n=block_n,
+        block_words=block_words,
+        splits=splits,
+        num_warps=num_warps,
+        num_stages=3 if block_m == 16 and not exact else 2,
+    )
 
 
 def bitplane_moe(
