@@ -1,6 +1,7 @@
 # Two commands that work on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 BIN = $(VENV)/bin
 
 .PHONY: demo test lint gpu clean
@@ -9,7 +10,7 @@ demo: $(VENV)/installed-demo
 	$(BIN)/pwjax demo --out out/demo
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright --pythonpath $(BIN)/python
@@ -17,7 +18,7 @@ lint: $(VENV)/installed-test
 # On a machine with an NVIDIA GPU, in an environment that has JAX for it (PYTHON=python3): all tests with the Triton
 # kernels, then the serving scenes with another process holding the rest of the card.
 gpu:
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -p no:benchmark -n 8 --dist loadfile
 	$(PYTHON) scripts/check_kernels.py
 	test -f out/demo/model/manifest.json || $(PYTHON) -m pwjax.cli prepare checkpoints/demo-moe out/demo/model
 	$(PYTHON) scripts/reproduce_serving.py out/demo/model --fill-card

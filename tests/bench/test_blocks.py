@@ -1,5 +1,8 @@
 """Random linear-blocks: what lies in the arena is what the dense weights say."""
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 
@@ -18,13 +21,14 @@ def test_arena_and_weights_agree(lut_rows):
     units = [RandomBlocks.draw(rng, layout, count, MAX_BITS) for layout, count in zip(layouts, (2, 1), strict=True)]
     bits = rng.integers(3, MAX_BITS + 1, (2, 3, 2))
     arena, tables = scattered(rng, units, bits)
+    decoders = [jax.jit(functools.partial(reference.decode_block, layout=layout)) for layout in layouts]
     used = []
     for (layer, expert, u), b in np.ndenumerate(bits):
         unit, row = units[u], np.asarray(tables[u][layer, expert])
         resident = unit.layout.resident_slots(int(b))
         assert (row[resident:] == GARBAGE_SLOT).all()
         used += row[:resident].tolist()
-        decoded = reference.decode_block(tables[u][layer, expert], np.int32(b), arena, unit.layout)
+        decoded = decoders[u](tables[u][layer, expert], np.int32(b), arena)
         np.testing.assert_array_equal(decoded, unit.weights(expert % len(unit.indices), int(b)))
     assert len(set(used)) == len(used) == len(arena) - SPARE_SLOTS
     spare = np.setdiff1d(np.arange(len(arena)), used)

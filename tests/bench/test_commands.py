@@ -36,27 +36,27 @@ def bench(capsys):
 
 @pytest.mark.parametrize("method", ["random:4", "bf16"])
 def test_decode(bench, method):
-    arguments = "--geometry tiny --batch 1,2 --context 48 --steps 3 --max-num-seqs 4".split()
+    arguments = "--geometry tiny --layers 1 --batch 1,2 --context 24 --steps 3".split()
     fields = bench("decode", *arguments, "--method", method)
     assert [row["batch"] for row in fields["rows"]] == [2, 1]
     for row in fields["rows"]:
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["step_ms"])
         assert 0 < row["floor_share"] < 1 and 0 < row["device_floor_share"] < 1
         assert row["bytes"]["total"] == pytest.approx(sum(row["bytes"][n] for n in ("dense", "kv", "experts")))
-        assert row["launches"] > 50
+        assert row["launches"] > 20
         assert row["memory_bytes"] < fields["reserved_bytes"]
         assert (row["bits"] is None) if method == "bf16" else (3 <= row["bits"] <= 8)
-    assert abs(fields["rows"][1]["context"] - 48) <= 2
+    assert abs(fields["rows"][1]["context"] - 24) <= 2
     assert fields["compilations_after_warmup"] == 0 and fields["cold_start_seconds"] > 0
-    # Two choices of eight experts a token: one to two tokens choose two to four in each of two layers.
+    # Two choices of eight experts a token: one to two tokens choose two to four.
     an_expert = 2 * (512 * 256 + 256 * 256)
     if method == "bf16":
-        assert fields["rows"][1]["bytes"]["experts"] == 2 * 2 * an_expert
-        assert 2 * 2 * an_expert <= fields["rows"][0]["bytes"]["experts"] <= 2 * 4 * an_expert
+        assert fields["rows"][1]["bytes"]["experts"] == 2 * an_expert
+        assert 2 * an_expert <= fields["rows"][0]["bytes"]["experts"] <= 4 * an_expert
 
 
 def test_prefill(bench):
-    fields = bench("prefill", *"--geometry tiny --tokens 20,40 --prefill-chunk-tokens 32 --rounds 2".split())
+    fields = bench("prefill", *"--geometry tiny --layers 1 --tokens 20,40 --prefill-chunk-tokens 32 --rounds 2".split())
     assert [row["tokens"] for row in fields["rows"]] == [20, 40]
     for row in fields["rows"]:
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["tokens"] / row["first_token_ms"])
