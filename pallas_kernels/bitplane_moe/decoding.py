@@ -84,9 +84,7 @@ class Block:
         together = math.gcd(layout.rows, width // run, self.block_n)  # of rows; block_n is a power of two
         rows = self.number * (self.block_n // together) + _axis(0, self.block_n // together)
         runs = index * (block_words // run) + _axis(2, block_words // run)
-        page, offset = layout.plane_offset_words(plane)
-        start = layout.page_offset_slots(page) * width + offset
-        first = start + runs * (layout.rows * run) + rows * (together * run)
+        first = layout.plane_start_words(plane) + runs * (layout.rows * run) + rows * (together * run)
         exists = (rows * together < layout.rows) & (runs * run < layout.words_per_row)
         slot = self._slot(first, exists)
         column = lax.rem(first, jnp.int32(width)) + _axis(1, together) * run + _axis(3, run)
@@ -108,7 +106,7 @@ class Block:
         """Each row's LUT: its first word int32 `[block_n, 1]` counted from the first slot, whether the row exists, and
         how many of its words can't lie in two slots."""
         layout, words = self.layout, 2 ** (bits - 1)
-        first = layout.page_offset_slots(bits) * layout.slot_words + layout.lut_offset_words(bits)
+        first = layout.lut_start_words(bits)
         group = lax.div(self.row, jnp.int32(layout.lut_rows))
         together = math.gcd(first, layout.slot_words, words)
         return (first + group * words)[:, None], (self.row < layout.rows)[:, None], together

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,10 @@ MAX_BITS = 8
 BITS = tuple(range(MIN_BITS, MAX_BITS + 1))
 MAX_BYTE_TABLE_BITS = 6
 """Up to here a LUT is stored as separate low and high bytes, to be looked up by byte permutation."""
+
+_NIBBLE_SHIFTS = 4 * np.arange(8, dtype=np.uint32)
+# Of member m of group g, `[8, 4]`: the sign of byte m once the word is shifted left by g.
+_SIGN_SHIFTS = 8 * np.arange(4, dtype=np.uint32) + 7 - np.arange(8, dtype=np.uint32)[:, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,15 @@ class BlockLayout:
         """Position of page `bits` in the linear-block's row of the slot table (pages in order 3, 4, .., 8)."""
         return sum(self.page_slots(b) for b in range(MIN_BITS, bits))
 
+    def plane_start_words(self, plane: int) -> int:
+        """Where a plane starts, counted from the linear-block's first slot."""
+        page, offset = self.plane_offset_words(plane)
+        return self.page_offset_slots(page) * self.slot_words + offset
+
+    def lut_start_words(self, bits: int) -> int:
+        """Where LUT `bits` starts, counted from the linear-block's first slot."""
+        return self.page_offset_slots(bits) * self.slot_words + self.lut_offset_words(bits)
+
     @property
     def total_slots(self) -> int:
         return self.page_offset_slots(MAX_BITS + 1)
@@ -135,36 +149,38 @@ def pack_planes(layout: BlockLayout, indices: np.ndarray, planes: tuple[int, ...
 def _pack_base(top: np.ndarray) -> list[np.ndarray]:
     """Three words `[B, N, W]` from the top three bits of every index, uint8 `[B, N, W, 8, 4]`."""
     top = top.reshape(*top.shape[:3], 4, 8).astype(np.uint32)  # nibble n of word q
-    shifts = 4 * np.arange(8, dtype=np.uint32)
-    return [((top[..., q, :] | ((top[..., 3, :] >> q) & 1) << 3) << shifts).sum(-1, dtype=np.uint32) for q in range(3)]
+    nibbles = (top[..., q, :] | ((top[..., 3, :] >> q) & 1) << 3 for q in range(3))
+    return [(nibble << _NIBBLE_SHIFTS).sum(-1, dtype=np.uint32) for nibble in nibbles]
 
 
 def _pack_signs(bits: np.ndarray) -> np.ndarray:
     """One word `[B, N, W]` from a bit of every index, uint8 `[B, N, W, 8, 4]`."""
-    shifts = 8 * np.arange(4, dtype=np.uint32) + 7 - np.arange(8, dtype=np.uint32)[:, None]
-    return (bits.astype(np.uint32) << shifts).sum((-2, -1), dtype=np.uint32)
+    return (bits.astype(np.uint32) << _SIGN_SHIFTS).sum((-2, -1), dtype=np.uint32)
 
 
-def unpack_planes(layout: BlockLayout, pages: Mapping[int, np.ndarray], bits: int) -> np.ndarray:
+def unpack_planes(layout: BlockLayout, pages: Mapping[int, Any], bits: int) -> Any:
     """Inverse of `pack_planes`: uint8 `[B, N, K]`, the top `bits` bits of every index.
 
     Args:
-        pages: uint32 `[B, page_slots(b) * slot_words]` for every page 3..bits.
+        pages: uint32 `[B, page_slots(b) * slot_words]` for every page 3..bits, all NumPy arrays or all JAX ones; so is
+            what is returned.
     """
+    xp = pages[MIN_BITS].__array_namespace__()
 
-    def plane(page: int, start: int) -> np.ndarray:
+    def plane(number: int) -> Any:
+        page, start = layout.plane_offset_words(number)
         words = pages[page][:, start : start + layout.plane_words]
         runs = words.reshape(len(words), -1, layout.rows, layout.run_words)
         return runs.swapaxes(1, 2).reshape(len(words), layout.rows, -1, 1)
 
-    base = [plane(MIN_BITS, q * layout.plane_words) for q in range(3)]
-    shifts = 4 * np.arange(8, dtype=np.uint32)
-    last = sum(((word >> shifts >> 3) & 1) << q for q, word in enumerate(base))
-    indices = np.concatenate([*((word >> shifts) & 7 for word in base), last], axis=-1)
-    shifts = (8 * np.arange(4, dtype=np.uint32) + 7 - np.arange(8, dtype=np.uint32)[:, None]).reshape(-1)
-    for page in range(MIN_BITS + 1, bits + 1):
-        indices = indices << 1 | (plane(page, 0) >> shifts) & 1
-    return indices.astype(np.uint8).reshape(*indices.shape[:2], -1)[..., : layout.cols]
+    base = [plane(number) for number in range(3)]
+    first, second, third = ((word >> (_NIBBLE_SHIFTS + 3)) & 1 for word in base)
+    last = first | second << 1 | third << 2
+    # Bytes as soon as possible: a layer of a large model has billions of indices.
+    indices = xp.concat([*((word >> _NIBBLE_SHIFTS) & 7 for word in base), last], axis=-1).astype(np.uint8)
+    for number in range(3, bits):
+        indices = indices * 2 + ((plane(number) >> _SIGN_SHIFTS.reshape(-1)) & 1).astype(np.uint8)
+    return indices.reshape(*indices.shape[:2], -1)[..., : layout.cols]
 
 
 def pack_lut(lut: np.ndarray) -> np.ndarray:

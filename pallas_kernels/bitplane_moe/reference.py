@@ -145,13 +145,12 @@ def _read_block(slots: jax.Array, resident: jax.Array, arena: jax.Array) -> jax.
 
 def _plane_starts(layout: BlockLayout) -> jax.Array:
     """int32 `[8]`: first word of each plane, counted from the linear-block's first slot."""
-    offsets = (layout.plane_offset_words(plane) for plane in range(MAX_BITS))
-    return _constant([layout.page_offset_slots(page) * layout.slot_words + word for page, word in offsets])
+    return _constant([layout.plane_start_words(plane) for plane in range(MAX_BITS)])
 
 
 def _lut_starts(layout: BlockLayout) -> jax.Array:
     """int32 `[6]`: first word of LUT 3..8, counted from the linear-block's first slot."""
-    return _constant([layout.page_offset_slots(b) * layout.slot_words + layout.lut_offset_words(b) for b in BITS])
+    return _constant([layout.lut_start_words(b) for b in BITS])
 
 
 def _constant(values: list[int]) -> jax.Array:

@@ -35,13 +35,18 @@ class Tiles(NamedTuple):
 def sort_pairs(expert_ids: jax.Array, num_experts: int) -> SortedPairs:
     """Sorts the pairs of `expert_ids`, int32 `[T, k]`; ids outside `0..num_experts-1` count as padding."""
     pairs = expert_ids.size
-    ids = expert_ids.reshape(pairs)
-    ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    ids = _known_ids(expert_ids, num_experts)
     # One key that holds both is unique, so the sort needs neither a second operand nor stability.
     keys = jnp.sort(ids * pairs + jnp.arange(pairs, dtype=jnp.int32))
     order = keys % pairs
     position = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
     return SortedPairs(order, keys // pairs, position.reshape(expert_ids.shape))
+
+
+def _known_ids(expert_ids: jax.Array, num_experts: int) -> jax.Array:
+    """Of every pair, int32 `[T * k]`; what is no expert is `num_experts`."""
+    ids = expert_ids.reshape(expert_ids.size)
+    return jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
 
 
 def plan_tiles(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> tuple[SortedPairs, Tiles]:
@@ -58,18 +63,15 @@ def plan_tiles(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> tuple
 def _one_tile_a_pair(expert_ids: jax.Array, num_experts: int) -> tuple[SortedPairs, Tiles]:
     """Pairs stay where they are: few of them share an expert."""
     every_pair = jnp.asarray(np.arange(expert_ids.size, dtype=np.int32))  # a constant, where iota would be a launch
-    ids = expert_ids.reshape(-1)
-    real = (ids >= 0) & (ids < num_experts)
-    ids = jnp.where(real, ids, num_experts)
+    ids = _known_ids(expert_ids, num_experts)
     pairs = SortedPairs(every_pair, ids, every_pair.reshape(expert_ids.shape))
-    return pairs, Tiles(ids, every_pair, real.astype(jnp.int32))
+    return pairs, Tiles(ids, every_pair, (ids < num_experts).astype(jnp.int32))
 
 
 def _compare_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> tuple[SortedPairs, Tiles]:
     """Every pair compared with every other: a few fused sums instead of a sort, searches and scatters."""
     total = expert_ids.size
-    ids = expert_ids.reshape(total)
-    ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    ids = _known_ids(expert_ids, num_experts)
     index = jnp.arange(total, dtype=jnp.int32)
     same = ids[:, None] == ids[None, :]
     before = same & (index[None, :] < index[:, None])

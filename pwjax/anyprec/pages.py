@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bitplane_moe.layout import BITS, MAX_BITS, MIN_BITS, BlockLayout, pack_page, unpack_lut
+from pallas_kernels.bitplane_moe.layout import (
+    BITS,
+    MAX_BITS,
+    MIN_BITS,
+    BlockLayout,
+    pack_page,
+    unpack_lut,
+    unpack_planes,
+)
 from pwjax.anyprec.quantizer import quantize
 
 # Weights quantized and packed at once: bounds host memory beside the layer itself.
@@ -135,21 +143,5 @@ def _table(layout: BlockLayout, page: np.ndarray, bits: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _unpack_codes(pages: tuple[jax.Array, ...], layout: BlockLayout) -> jax.Array:
-    """8-bit codes `[E, N, K]` from the planes of pages 3..8; `layout.unpack_planes` in JAX, with few temporaries."""
-    experts = pages[0].shape[0]
-
-    def plane(number: int) -> jax.Array:
-        page, start = layout.plane_offset_words(number)
-        words = pages[page - MIN_BITS][:, start : start + layout.plane_words]
-        runs = words.reshape(experts, -1, layout.rows, layout.run_words)
-        return runs.swapaxes(1, 2).reshape(experts, layout.rows, -1, 1)
-
-    base = [plane(number) for number in range(3)]
-    nibble = 4 * np.arange(8, dtype=np.uint32)
-    last = sum((((word >> (nibble + 3)) & 1) << q for q, word in enumerate(base)), jnp.uint32(0))
-    codes = jnp.concatenate([*((word >> nibble) & 7 for word in base), last], axis=-1).astype(jnp.uint8)
-    column = np.arange(32, dtype=np.uint32)
-    shifts = 8 * (column % 4) + 7 - column // 4
-    for number in range(3, MAX_BITS):
-        codes = codes * 2 + ((plane(number) >> shifts) & 1).astype(jnp.uint8)
-    return codes.reshape(experts, layout.rows, -1)[..., : layout.cols]
+    """8-bit codes `[E, N, K]` from pages 3..8."""
+    return unpack_planes(layout, dict(zip(BITS, pages, strict=True)), MAX_BITS)
