@@ -117,6 +117,11 @@ def json_value(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in the JSON output")
 
 
+def say(text: str) -> None:
+    """A line for people, on stderr at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def print_json_last(fields: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """Prints one JSON object as the last line of stdout. ASCII only, so that any terminal and pipe carries it."""
     line = json.dumps(json_value(fields), allow_nan=False)

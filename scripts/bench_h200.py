@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pwjax.cli_common import print_json_last, run_command
+from pwjax.cli_common import print_json_last, run_command, say
 from pwjax.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -299,10 +299,6 @@ def parse_arguments() -> argparse.Namespace:
         if part not in PARTS:
             raise UserError(f"--parts {part}: unknown; use {', '.join(PARTS)}")
     return args
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def run_job(job: Job, seconds: float | None) -> dict[str, Any]:

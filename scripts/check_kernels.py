@@ -1,11 +1,11 @@
-"""Are the kernels right on this machine, and how fast?
+"""Are the kernels right on this machine? (`pwjax bench` says how fast they are.)
 
-    python scripts/check_kernels.py [--no-timing] [--only TEXT]
+    python scripts/check_kernels.py [--only TEXT]
 
 Runs every case of the test suite for `bitplane_moe` and `paged_attention` through the Triton kernels (compiled on an
 NVIDIA GPU, interpreted elsewhere) and compares with float64 NumPy; on a GPU also the dense experts, an arena of more
-than 2**31 words, a donated step in place, and times at the shapes of Qwen1.5-MoE-A2.7B. Prints a table; the last line
-of stdout is one JSON object. Exit status 1 if a case fails.
+than 2**31 words, and a donated step in place. Prints a table; the last line of stdout is one JSON object. Exit status 1
+if a case fails.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 from pallas_kernels.bitplane_moe import api as moe_api
 from pallas_kernels.bitplane_moe import triton as moe_triton
-from pallas_kernels.bitplane_moe.layout import BlockLayout, MoEGeometry
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.paged_attention import triton as attention_triton
-from pallas_kernels.paged_attention.layout import KVGeometry
 from pallas_kernels.testing import attention_cases, moe_cases
 from pallas_kernels.testing.attention_cases import AttentionCase
 from pallas_kernels.testing.moe_cases import LAYER, MoECase
@@ -157,59 +155,8 @@ def in_place_check() -> Check:
     return Check("donated step in place", call, lambda: (np.ones(1), np.ones(1)), (0.0, 0.0))
 
 
-def timings() -> dict[str, float]:
-    """Microseconds a call at the shapes of Qwen1.5-MoE-A2.7B, calls queued back to back."""
-    hidden, inner, experts, top_k, slot_words, slots = 2048, 1408, 60, 4, 8192, 30000
-    rng = np.random.default_rng(0)
-    # Halves below 1 in float16, so that tables and scales of random words are finite.
-    arena = jax.random.bits(jax.random.key(0), (slots, slot_words), jnp.uint32) & jnp.uint32(0x3BFF3BFF)
-    figures = {}
-    for lut_rows in (1, 32):
-        shape = dict(lut_rows=lut_rows, slot_words=slot_words)
-        gate_up = BlockLayout(rows=2 * inner, cols=hidden, **shape)
-        down = BlockLayout(rows=hidden, cols=inner, **shape)
-        moe_geometry = MoEGeometry(gate_up=gate_up, down=down, max_bits=6)
-        op = jax.jit(functools.partial(moe_api.bitplane_moe, layer=0, geometry=moe_geometry))
-        table = jnp.asarray(rng.integers(1, slots, (1, experts, moe_geometry.total_slots)), jnp.int32)
-        for bits, tokens in ((3, 1), (4, 1), (6, 1), (4, 4), (4, 8), (4, 32), (4, 512)):
-            ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]).astype(np.int32)
-            x = jnp.asarray(rng.normal(size=(tokens, hidden)), jnp.bfloat16)
-            weights = jnp.full((tokens, top_k), 0.25, jnp.float32)
-            q = jnp.full((1, experts, 2), bits, jnp.int32)
-            key = f"bitplane_moe lut_rows={lut_rows} bits={bits} tokens={tokens}"
-            figures[key] = _microseconds(op, x, jnp.asarray(ids), weights, table, q, arena)
-    dense = [jnp.ones(shape, jnp.bfloat16) for shape in ((experts, 2 * inner, hidden), (experts, hidden, inner))]
-    for tokens in (1, 4, 32, 512):
-        ids = jnp.asarray(np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]), jnp.int32)
-        operands = (jnp.ones((tokens, hidden), jnp.bfloat16), ids, jnp.ones(ids.shape, jnp.float32))
-        figures[f"dense_moe tokens={tokens}"] = _microseconds(jax.jit(moe_api.dense_moe), *operands, *dense)
-    geometry = KVGeometry(num_layers=24, num_kv_heads=16, head_dim=128, slot_words=slot_words)
-    table = jnp.asarray(rng.integers(1, slots, (4, 160, geometry.block_slots)), jnp.int32)
-    for sequences, queries, context in ((1, 1, 2048), (4, 1, 2048), (1, 512, 2048)):
-        static = dict(layer=3, geometry=geometry, scale=0.1)
-        op = jax.jit(functools.partial(attention_api.paged_attention, **static))
-        q = jnp.ones((sequences, queries, 16, 128), jnp.bfloat16)
-        start = jnp.full(sequences, context - queries, jnp.int32)
-        operands = (q, arena, table, jnp.arange(sequences, dtype=jnp.int32), start, jnp.full_like(start, queries))
-        figures[f"paged_attention sequences={sequences} queries={queries} context={context}"] = _microseconds(
-            op, *operands
-        )
-    return figures
-
-
-def _microseconds(op: Callable[..., object], *operands: jax.Array, calls: int = 20) -> float:
-    jax.block_until_ready(op(*operands))
-    best = float("inf")
-    for _ in range(3):
-        begin = time.perf_counter()
-        jax.block_until_ready([op(*operands) for _ in range(calls)])
-        best = min(best, (time.perf_counter() - begin) / calls)
-    return round(best * 1e6, 1)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--only", default="", help="run the cases whose name holds this text")
     options = parser.parse_args()
     makers: list[Callable[[], Check]] = []
@@ -231,9 +178,6 @@ def main() -> int:
             errors = " ".join(f"{error:.1e}" for error in check.errors)
             print(f"{'FAIL' if check.failure else 'ok':4}  {errors:16}  {check.name}  {check.failure}", flush=True)
     failed = [check.name for check in checks if check.failure]
-    figures = timings() if ON_GPU and not options.no_timing else {}
-    for name, value in figures.items():
-        print(f"{value:10.1f} us  {name}")
     report = {
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
@@ -241,7 +185,6 @@ def main() -> int:
         "cases": len(checks),
         "failed": failed,
         "seconds": round(time.perf_counter() - begin, 1),
-        "microseconds": figures,
     }
     print(json.dumps(report))
     return bool(failed)

@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from pwjax.cli_common import print_json_last, run_command, versions
+from pwjax.cli_common import print_json_last, run_command, say, versions
 from pwjax.commands import process
-from pwjax.demo.serving import say
 from pwjax.errors import UserError
 
 

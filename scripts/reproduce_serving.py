@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pwjax.cli_common import format_bytes, print_json_last, run_command, versions
+from pwjax.cli_common import format_bytes, print_json_last, run_command, say, versions
 from pwjax.commands import process
-from pwjax.demo.serving import say, serve, table
+from pwjax.demo.serving import serve, table
 from pwjax.errors import UserError
 
 CAP_BYTES = 64 * 2**20  # of the budgets here; JAX's pool is capped at it and `process.LIBRARY_BYTES`

@@ -42,3 +42,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def cli_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For commands in process, in a folder of their own; `process.configure` sets variables, and JAX runs already."""
+    for name in ("JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
+        monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")
+    monkeypatch.chdir(tmp_path)

@@ -1,27 +1,16 @@
 """The command line in process: bad input is status 2 and one line, results are one JSON object on the last line."""
 
 import json
-import os
 import shutil
 
 import jax
 import pytest
 
 from pwjax.cli import main
+from tests.commands import EVERY_COMMAND
 
 ENGINE = ["--max-num-seqs", "2", "--max-model-len", "96", "--prefill-chunk-tokens", "16"]
-EVERY_COMMAND = {"command", "method", "device", "versions", "implementations", "memory_budget_bytes", "seconds"}
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch, tmp_path):
-    """`process.configure` sets variables for JAX; this process's JAX runs already."""
-    for name in ("JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
-        monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("cli_environment")
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from pallas_kernels.platform import Implementation
 from pallas_kernels.testing.moe_cases import GARBAGE_SLOT, POISON
 from pwjax.anyprec.choices import KV_BLOCK_TOKENS, choose_slot_words
 from pwjax.bench import floors
+from pwjax.bench.blocks import SPARE_SLOTS
 from pwjax.bench.calls import Ceilings, Work, check_and_time, distinct_calls, figures
 from pwjax.config import ModelConfig
-
-SPARE_SLOTS = 9
 
 
 def bench_attention(

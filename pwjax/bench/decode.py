@@ -185,7 +185,7 @@ def _used_bytes(llm: LLM) -> int:
 
 def _optimized_hlo(llm: LLM, work: Batch) -> str:
     runner = llm.engine.runner
-    return runner._steps[work.shape].as_text() or ""
+    return runner.steps[work.shape].as_text() or ""
 
 
 def run_decode(

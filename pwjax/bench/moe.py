@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,36 +28,41 @@ MATMUL_SLOT_WORDS = 8192
 Bits = int | Literal["mixed"]
 
 
-def bench_matmul(
-    rows: int,
-    cols: int,
-    *,
-    bits: Iterable[int],
-    tokens: Iterable[int],
-    lut_rows: int,
-    ceilings: Ceilings,
-    max_bits: int | None = None,
-    implementation: Implementation = "auto",
-    seed: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """One matrix `[rows, cols]` by `tokens` activations; a row for each of `bits` and `tokens`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEBench:
+    """What to measure: a row for each of `bits` and `tokens`.
 
-    Args:
+    Attributes:
         max_bits: highest precision that the kernel is compiled for; None takes each row's own.
     """
-    matmul = _matmul_entry(implementation)
+
+    bits: Sequence[Bits]
+    tokens: Sequence[int]
+    lut_rows: int
+    ceilings: Ceilings
+    max_bits: int | None = None
+    implementation: Implementation = "auto"
+    seed: int = 0
+
+    def compiled_bits(self, bits: Bits) -> int:
+        return self.max_bits or _highest(bits)
+
+
+def bench_matmul(rows: int, cols: int, bench: MoEBench) -> Iterator[dict[str, Any]]:
+    """One matrix `[rows, cols]` by `tokens` activations; `bits` are numbers."""
+    lut_rows, bits = bench.lut_rows, [_highest(b) for b in bench.bits]
+    matmul = _matmul_entry(bench.implementation)
     layout = BlockLayout(rows=rows, cols=cols, lut_rows=lut_rows, slot_words=MATMUL_SLOT_WORDS)
-    rng = np.random.default_rng(seed)
-    bits = tuple(bits)
+    rng = np.random.default_rng(bench.seed)
     blocks = RandomBlocks.draw(rng, layout, 1, max(bits))
     for b in bits:
         block_bytes = floors.linear_block_bytes(rows, cols, lut_rows, b)
         calls = distinct_calls(block_bytes, least=8)
         arena, (slots,) = scattered(rng, [blocks], np.full((calls, 1, 1), b))
-        for count in tokens:
+        for count in bench.tokens:
             operands = [(_activations(rng, count, cols), slots[i, 0], jnp.int32(b)) for i in range(calls)]
             expected = _matmul_f32(operands[0][0], blocks.weights(0, b))
-            op = functools.partial(matmul, layout=layout, max_bits=max_bits or b)
+            op = functools.partial(matmul, layout=layout, max_bits=bench.compiled_bits(b))
             result = check_and_time(op, operands, arena, expected)
             work = Work(
                 bytes=block_bytes + count * (2 * cols + 4 * rows),
@@ -70,58 +75,34 @@ def bench_matmul(
                 "bits": b,
                 "tokens": count,
                 "lut_rows": lut_rows,
-                **figures(result, work, ceilings),
+                **figures(result, work, bench.ceilings),
             }
 
 
-def bench_layer(
-    config: ModelConfig,
-    *,
-    bits: Iterable[Bits],
-    tokens: Iterable[int],
-    lut_rows: int,
-    ceilings: Ceilings,
-    max_bits: int | None = None,
-    implementation: Implementation = "auto",
-    seed: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """All routed experts of a layer, random routing; a row for each of `bits` and `tokens`.
+def bench_layer(config: ModelConfig, bench: MoEBench) -> Iterator[dict[str, Any]]:
+    """All routed experts of a layer, random routing.
 
     Every call has pages of its own, as the layers of a model have. `mixed` draws 3..8 bits for every linear-block.
-
-    Args:
-        max_bits: highest precision that the kernel is compiled for; None takes each row's own.
     """
-    bits, tokens = tuple(bits), tuple(tokens)
-    highest = max(map(_highest, bits))
-    bench = _LayerBench(config, highest, lut_rows, ceilings, max_bits, implementation, np.random.default_rng(seed))
-    for b in bits:
-        yield from bench.rows(b, tokens)
+    layer = _LayerBench(config, bench)
+    for bits in bench.bits:
+        yield from layer.rows(bits)
 
 
 class _LayerBench:
-    def __init__(
-        self,
-        config: ModelConfig,
-        page_bits: int,
-        lut_rows: int,
-        ceilings: Ceilings,
-        max_bits: int | None,
-        implementation: Implementation,
-        rng: np.random.Generator,
-    ) -> None:
-        self.config, self.ceilings, self.rng = config, ceilings, rng
-        self.max_bits, self.implementation = max_bits, implementation
+    def __init__(self, config: ModelConfig, bench: MoEBench) -> None:
+        self.config, self.bench, self.rng = config, bench, np.random.default_rng(bench.seed)
+        lut_rows, page_bits = bench.lut_rows, max(map(_highest, bench.bits))
         slot_words, _ = choose_slot_words(config, (lut_rows, lut_rows))
         self.geometry = moe_geometry(config, dict.fromkeys(UNITS, lut_rows), slot_words)
         self.lut_rows: dict[str, int] = dict.fromkeys(UNITS, lut_rows)
         self.units = [
-            RandomBlocks.draw(rng, layout, min(distinct_blocks(layout), config.num_experts), page_bits)
+            RandomBlocks.draw(self.rng, layout, min(distinct_blocks(layout), config.num_experts), page_bits)
             for layout in (self.geometry.gate_up, self.geometry.down)
         ]
 
-    def rows(self, bits: Bits, tokens: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """A row for each of `tokens`; all share an arena."""
+    def rows(self, bits: Bits) -> Iterator[dict[str, Any]]:
+        """A row for each number of tokens; all share an arena."""
         top_k, experts = self.config.num_experts_per_tok, self.config.num_experts
         least = np.full((1, top_k, 2), MIN_BITS if bits == "mixed" else bits)
         layers = distinct_calls(self._bytes(np.ones((1, top_k)), least), least=2)
@@ -130,7 +111,7 @@ class _LayerBench:
         else:
             layer_bits = np.full((layers, experts, 2), bits)
         arena, tables = scattered(self.rng, self.units, layer_bits)
-        for count in tokens:
+        for count in self.bench.tokens:
             yield self._measure(bits, count, layer_bits, arena, tables)
 
     def _measure(self, bits: Bits, tokens: int, layer_bits: np.ndarray, arena, tables) -> dict[str, Any]:
@@ -153,11 +134,11 @@ class _LayerBench:
             for i in range(layers)
         ]
         expected = _expected_layer(calls[0][0], ids[0], weights[0], self.units, layer_bits[0])
-        max_bits = self.max_bits or _highest(bits)
+        max_bits = self.bench.compiled_bits(bits)
         static = dict(
             layer=0,
             geometry=dataclasses.replace(self.geometry, max_bits=max_bits),
-            implementation=self.implementation,
+            implementation=self.bench.implementation,
         )
         result = check_and_time(lambda *operands: bitplane_moe(*operands, **static)[0], calls, arena, expected)
         an_expert = sum(unit.layout.rows * unit.layout.cols for unit in self.units)
@@ -168,10 +149,10 @@ class _LayerBench:
             decoded_weights=distinct * an_expert,
         )
         fields = dict(
-            bits=bits, max_bits=max_bits, tokens=tokens, lut_rows=self.lut_rows["gate_up"], experts=experts, top_k=top_k
+            bits=bits, max_bits=max_bits, tokens=tokens, lut_rows=self.bench.lut_rows, experts=experts, top_k=top_k
         )
         shape = dict(hidden=config.hidden_size, inner=config.moe_intermediate_size, distinct_experts=distinct)
-        return {**fields, **shape, **figures(result, work, self.ceilings)}
+        return {**fields, **shape, **figures(result, work, self.bench.ceilings)}
 
     def _bytes(self, chosen: np.ndarray, bits: np.ndarray) -> float:
         return floors.expert_bytes(self.config, chosen, bits, self.lut_rows)

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pwjax.cli_common import say
 from pwjax.errors import UserError
 
 if TYPE_CHECKING:
-    from pallas_kernels.platform import Implementation
     from pwjax.engine.llm import LLM
 
 
@@ -54,30 +54,16 @@ def _llm_maker(args: argparse.Namespace) -> Callable[..., LLM]:
     """What makes the `LLM` of a random model, given further options of it; the command's own are checked at once."""
     from pwjax.bench.geometries import model_config
     from pwjax.bench.synthetic import SyntheticModel
-    from pwjax.engine.config import EngineConfig, Method
+    from pwjax.engine.config import EngineConfig, Method, resolved
     from pwjax.engine.llm import LLM
 
     method = Method.parse(args.method)
     needed = {"bf16": 3, "uniform": int(method.bits or 0)}.get(method.name, 8)
     config = model_config(args.geometry, args.layers)
     model = SyntheticModel(config, max_bits=args.max_bits or needed, lut_rows=args.lut_rows, seed=args.seed)
-    common: dict[str, Any] = dict(implementation=_resolved(args.implementation), seed=args.seed)
+    common: dict[str, Any] = dict(implementation=resolved(args.implementation), seed=args.seed)
     EngineConfig(method=method, **common)
     return functools.partial(LLM, model, method=args.method, **common)
-
-
-def _resolved(implementation: Implementation) -> Implementation:
-    """What runs here.
-
-    Raises:
-        UserError: it can't.
-    """
-    from pallas_kernels.platform import resolve_implementation
-
-    try:
-        return resolve_implementation(implementation)
-    except NotImplementedError as error:
-        raise UserError(f"--{error}") from None
 
 
 # decode
@@ -107,7 +93,7 @@ def _decode(args: argparse.Namespace) -> dict[str, Any]:
     )
     _show(figures["rows"], columns.split())
     measured = stats["measured_bytes_peak"]
-    _say(
+    say(
         f"{args.method}: cold start {figures['cold_start_seconds']:.1f} s, copy rate "
         f"{figures['copy_bytes_per_second'] / 1e12:.2f} TB/s, memory {stats['reserved_bytes'] / 1e9:.2f} GB accounted"
         + ("" if measured is None else f", {measured / 1e9:.2f} GB measured")
@@ -153,16 +139,14 @@ def _moe(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--max-bits {args.max_bits} is less than --bits {highest}")
     from pwjax.bench.calls import Ceilings
     from pwjax.bench.geometries import model_config
-    from pwjax.bench.moe import bench_layer, bench_matmul
+    from pwjax.bench.moe import MoEBench, bench_layer, bench_matmul
+    from pwjax.engine.config import resolved
 
-    config, implementation = model_config(args.geometry), _resolved(args.implementation)
+    config, implementation = model_config(args.geometry), resolved(args.implementation)
     ceilings = Ceilings.measure(args.instructions)
     options: dict[str, Any] = {name: getattr(args, name) for name in ("bits", "tokens", "lut_rows", "max_bits", "seed")}
-    options |= {"ceilings": ceilings, "implementation": implementation}
-    if args.rows is None:
-        rows = list(bench_layer(config, **options))
-    else:
-        rows = list(bench_matmul(args.rows, args.cols, **options))
+    bench = MoEBench(ceilings=ceilings, implementation=implementation, **options)
+    rows = list(bench_layer(config, bench) if args.rows is None else bench_matmul(args.rows, args.cols, bench))
     columns = (
         "bits tokens microseconds gigabytes_per_second floor_share bytes_floor_us flop_floor_us instruction_floor_us "
         "error failure"
@@ -191,8 +175,9 @@ def _attention(args: argparse.Namespace) -> dict[str, Any]:
     from pwjax.bench.attention import bench_attention
     from pwjax.bench.calls import Ceilings
     from pwjax.bench.geometries import model_config
+    from pwjax.engine.config import resolved
 
-    config, implementation = model_config(args.geometry), _resolved(args.implementation)
+    config, implementation = model_config(args.geometry), resolved(args.implementation)
     ceilings = Ceilings.measure()
     rows = list(
         bench_attention(
@@ -261,7 +246,7 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any]:
     weights = routed_weights(config)
     seconds = extrapolated_seconds(rows, weights)
     _show(rows, "layer experts weights seconds weights_per_second".split())
-    _say(f"all {weights / 1e9:.1f} B weights of {args.geometry}: {seconds / 60:.1f} minutes")
+    say(f"all {weights / 1e9:.1f} B weights of {args.geometry}: {seconds / 60:.1f} minutes")
     return {"geometry": args.geometry, "rows": rows, "model_weights": weights, "extrapolated_seconds": seconds}
 
 
@@ -299,16 +284,12 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(_count(part) for part in text.split(","))
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _show(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """A table for people."""
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in (columns, *cells):
-        _say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
 def _cell(value: Any) -> str:

@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from pwjax.cli_common import format_bytes
-from pwjax.demo.serving import say, serve, table
+from pwjax.cli_common import format_bytes, say
+from pwjax.demo.serving import serve, table
 from pwjax.errors import UserError
 from pwjax.timeline import check_writable
 

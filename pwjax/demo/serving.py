@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -89,8 +88,3 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
         lines.append("".join(f"{cell!s:>12}" for cell in row))
     return lines
-
-
-def say(text: str) -> None:
-    """A line for people, on stderr at once."""
-    print(text, file=sys.stderr, flush=True)

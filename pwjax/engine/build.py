@@ -18,11 +18,11 @@ import numpy as np
 from checkpoints.manifest import Manifest
 from pallas_kernels.bitplane_moe.layout import MoEGeometry
 from pallas_kernels.paged_attention.layout import KVGeometry
-from pallas_kernels.platform import Implementation, resolve_implementation
+from pallas_kernels.platform import Implementation
 from pwjax import planner
 from pwjax.config import ModelConfig
 from pwjax.engine import memory
-from pwjax.engine.config import EngineConfig
+from pwjax.engine.config import EngineConfig, resolved
 from pwjax.engine.core import BoundaryReport, Engine
 from pwjax.engine.precision import Precision
 from pwjax.engine.replay import Replay
@@ -104,10 +104,7 @@ class _Builder:
         self.model, self.options, self.on_boundary, self.progress = model, config, on_boundary, progress
         self.config = model.config
         self.device = jax.devices()[0]
-        try:
-            self.implementation: Implementation = resolve_implementation(config.implementation)
-        except NotImplementedError as error:
-            raise UserError(f"--{error}") from None
+        self.implementation: Implementation = resolved(config.implementation)
         self.paged = config.method.name != "bf16"
         self.max_bits = self._max_bits()
         self.max_model_len = self._max_model_len()

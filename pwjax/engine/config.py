@@ -7,6 +7,7 @@ import re
 from typing import Literal
 
 from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS
+from pallas_kernels.platform import Implementation, resolve_implementation
 from pwjax.engine.step import StepShape
 from pwjax.errors import UserError
 
@@ -161,3 +162,15 @@ class EngineConfig:
         """Chunk lengths that prefill steps are compiled for."""
         small = max(16, self.prefill_chunk_tokens // 8)
         return (small, self.prefill_chunk_tokens) if small < self.prefill_chunk_tokens else (self.prefill_chunk_tokens,)
+
+
+def resolved(implementation: Implementation) -> Literal["triton", "xla"]:
+    """What runs here for `--implementation`.
+
+    Raises:
+        UserError: it can't.
+    """
+    try:
+        return resolve_implementation(implementation)
+    except NotImplementedError as error:
+        raise UserError(f"--{error}") from None

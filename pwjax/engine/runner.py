@@ -133,19 +133,19 @@ class Runner:
         )
         self._kv_table, self._last_tokens, self._mass = zeros()
         self._snapshot = jax.jit(jnp.copy).lower(self._mass).compile()
-        self._steps: dict[StepShape, jax.stages.Compiled] = {}
+        self.steps: dict[StepShape, jax.stages.Compiled] = {}
         for shape in shapes:
             self.compile(shape)
 
     @property
     def workspace_bytes(self) -> int:
-        return max(map(workspace_bytes, self._steps.values()))
+        return max(map(workspace_bytes, self.steps.values()))
 
     def compile(self, shape: StepShape) -> None:
         """Compiles a shape, and runs it once on nothing but padding: the first run loads kernels and may tune."""
-        if shape in self._steps:
+        if shape in self.steps:
             return
-        self._steps[shape] = self._compiler.compile(shape, self.weights.arena.shape[0])
+        self.steps[shape] = self._compiler.compile(shape, self.weights.arena.shape[0])
         jax.block_until_ready(self._run(shape, self._empty_inputs(shape)))
 
     def _empty_inputs(self, shape: StepShape) -> StepInputs:
@@ -177,7 +177,7 @@ class Runner:
     def _run(self, shape: StepShape, inputs: StepInputs) -> StepOutputs:
         state = StepState(self.weights.arena, self._kv_table, self._last_tokens, self._mass)
         experts: Any = self._experts or (self.weights.slot_table, self.weights.bits)
-        state, outputs = self._steps[shape](self._params, experts, state, inputs)
+        state, outputs = self.steps[shape](self._params, experts, state, inputs)
         self.weights.arena, self._kv_table, self._last_tokens, self._mass = state
         return outputs
 

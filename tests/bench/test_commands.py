@@ -1,24 +1,13 @@
 """`pwjax bench` in process, at tiny shapes: one JSON object last, with rows that make sense."""
 
 import json
-import os
 
 import pytest
 
 from pwjax.cli import main
+from tests.commands import EVERY_COMMAND
 
-COMMON = {"command", "method", "device", "versions", "implementations", "memory_budget_bytes", "seconds"}
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch, tmp_path):
-    """`process.configure` sets variables for JAX; this process's JAX runs already."""
-    for name in ("JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    for name in ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES"):
-        monkeypatch.setenv(f"JAX_PERSISTENT_CACHE_{name}", "0")
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("cli_environment")
 
 
 @pytest.fixture
@@ -28,7 +17,7 @@ def bench(capsys):
     def run(*argv: str) -> dict:
         assert main(["bench", *argv]) == 0
         fields = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert fields.keys() >= COMMON and fields["bench"] == argv[0]
+        assert fields.keys() >= EVERY_COMMAND and fields["bench"] == argv[0]
         return fields
 
     return run

@@ -30,7 +30,7 @@ def test_no_dense_expert_is_ever_allocated(build, family):
     assert not [a.shape for a in made if sorted(a.shape) in shapes]
     arenas = [a for a in made if a.shape == llm.engine.runner.weights.arena.shape]
     assert len(arenas) == 1
-    for compiled in llm.engine.runner._steps.values():
+    for compiled in llm.engine.runner.steps.values():
         text = compiled.as_text()
         found = [sorted(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f|bf|s|u)\d+\[([\d,]+)\]", text)]
         assert found and not [dims for dims in found if dims in shapes]
@@ -59,7 +59,7 @@ def test_the_check_sees_dense_experts(build):
     llm = build(method="bf16", max_num_seqs=1)
     shapes = expert_shapes(llm.model.config)
     assert [a for a in jax.live_arrays() if sorted(a.shape) in shapes]
-    text = next(iter(llm.engine.runner._steps.values())).as_text()
+    text = next(iter(llm.engine.runner.steps.values())).as_text()
     dims = [sorted(map(int, d.split(","))) for d in re.findall(r"\b(?:f|bf)\d+\[([\d,]+)\]", text)]
     assert [d for d in dims if d in shapes]
     assert llm.mean_bits is None and llm.stats()["mean_bits_first"] is None

@@ -40,7 +40,7 @@ def test_a_second_engine_does_not_spoil_the_count_of_compilations(build, shared)
 
 def test_a_chunk_longer_than_any_sequence_costs_no_workspace(build, shared):
     long = build(method="uniform:6", prefill_chunk_tokens=10**6)
-    assert max(shape.tokens for shape in long.engine.runner._steps) == MAX_MODEL_LEN
+    assert max(shape.tokens for shape in long.engine.runner.steps) == MAX_MODEL_LEN
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])

@@ -1,6 +1,7 @@
+#!/usr/bin/env python3
 """Times `paged_attention` on this device: shapes, candidate configurations, and a sweep of them.
 
-    python -m pallas_kernels.testing.attention_bench [decode] [prefill]
+    python scripts/sweep_attention.py [decode] [prefill]
 
 prints one JSON line a measurement. A timed function is a chain of layers, each with keys and values of its own, so that
 none are left in the L2 cache from the call before.
@@ -11,20 +12,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.configs import Config
 from pallas_kernels.paged_attention.layout import KVGeometry
+from pwjax.bench.timing import median_seconds
 
 _ROTATED_BYTES = 512 * 2**20  # keys and values a timed function reads at least: several times an L2 cache
 _LEAST_CALLS = 8
@@ -138,17 +141,6 @@ def timed(shape: Shape, config: Config | None = None) -> Callable[..., Any]:
     return chain
 
 
-def microseconds(function: Callable[..., Any], arguments: Sequence[jax.Array], calls: int, runs: int = 4) -> float:
-    """Median of five, of a call among `calls` in the function, dispatched `runs` times back to back."""
-    jax.block_until_ready(function(*arguments))
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        jax.block_until_ready([function(*arguments) for _ in range(runs)])
-        seconds.append((time.perf_counter() - begin) / (runs * calls))
-    return statistics.median(seconds) * 1e6
-
-
 def sweep(shape: Shape, configs: Sequence[Config | None]) -> Iterator[dict[str, Any]]:
     """One record a configuration; `None` is the default one. `error` is the largest difference from the first."""
     arguments = operands(shape)
@@ -162,7 +154,7 @@ def sweep(shape: Shape, configs: Sequence[Config | None]) -> Iterator[dict[str, 
             continue
         out = np.asarray(function(*arguments)[0], np.float32)
         first = out if first is None else first
-        us = microseconds(function, arguments, shape.geometry.num_layers)
+        us = 1e6 * median_seconds(functools.partial(function, *arguments), calls=4) / shape.geometry.num_layers
         yield record | {
             "us": round(us, 2),
             "tb_s": round(shape.read_bytes / us / 1e6, 3),
