@@ -108,6 +108,7 @@ def jobs(scale: Scale, peer_python: str) -> Iterator[Job]:
     prompts = ("--tokens", _listed(scale.prompts), "--geometry", scale.geometry)
     yield Job("prefill", ("prefill",), _pwjax("prefill", *prompts))
     layer = ("--geometry", scale.geometry, "--bits", "4,mixed", "--tokens", _listed(scale.layer_tokens))
+    layer += ("--lut-rows", "32")  # as the models have
     yield Job("moe-layer", ("moe",), _pwjax("moe", *layer))
     for number, (batch, context) in enumerate(scale.attention):
         where = ("--geometry", scale.geometry, "--batch", str(batch), "--context", str(context))

@@ -9,12 +9,17 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
-    """`act(gate) * up` of float32 `[.., 2I]` (gate first): the input of the down projection, `[.., I]`.
+    """`activate` of float32 `[.., 2I]`, gate first."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return activate(gate, up, activation)
+
+
+def activate(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """`act(gate) * up`, float32: the input of the down projection.
 
     Raises:
         NotImplementedError: an activation that is not in `ACTIVATIONS`.
     """
-    gate, up = jnp.split(gate_up, 2, axis=-1)
     if activation == "silu":
         return gate * jax.nn.sigmoid(gate) * up
     if activation == "gelu_tanh":  # 0.5 * (1 + tanh(z)) is sigmoid(2 z)

@@ -4,16 +4,17 @@ A thread decodes whole words, 32 columns of a row. Integer instructions bind the
 weight in the time of two), so up to 6 bits a LUT is a set of byte tables in registers, looked up four weights at a time
 (see `layout`). Above, entries are loaded one by one.
 
-A *tile* is a quarter of a block of words, columns `8 * q .. 8 * q + 7` of each, as a float16 operand of the tensor
-cores `[block_n, 8 * block_words]`. Its columns stand in the order in which threads hold such operands, four words side
-by side, so that what a thread decodes never leaves its registers; `halves` brings activations into the same order.
+A *tile* is a block of words as a float16 operand of the tensor cores, `[block_n, 32 * block_words]`. Its columns
+stand in the order in which threads hold such operands, four words side by side, so that what a thread decodes never
+leaves its registers; `halves` brings activations into the same order. All eight groups of a word are one tensor axis:
+the compiler unrolls it late, and its time grows with the square of the number of operations.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,20 +58,13 @@ class Block:
         """Block `index` of `block_words` words of every row, of every plane."""
         return tuple(self._plane(plane, index, block_words) for plane in range(bits))
 
-    def decoder(self, bits: int) -> Callable[[Words, jax.Array | int], jax.Array]:
-        """A function from words and the number of a quarter to that tile of weights, without the row scale."""
+    def decoder(self, bits: int) -> Callable[[Words], jax.Array]:
+        """A function from words to their tile of weights, without the row scale."""
         if bits > MAX_BYTE_TABLE_BITS:
             lookup = self._lookup(bits)
-            return lambda words, quarter: lookup(
-                _tile_of_bytes([_packed_indices(*group) for group in _groups(words, quarter)])
-            )
+            return lambda words: lookup(_tile_of_bytes(_packed_indices(words)))
         tables = self._byte_tables(bits)
-
-        def decode(words: Words, quarter: jax.Array | int) -> jax.Array:
-            low, high = zip(*(self._permuted(*group, tables) for group in _groups(words, quarter)), strict=True)
-            return _tile_of_halves(low, high, interpret=self.interpret)
-
-        return decode
+        return lambda words: _tile_of_halves(*self._permuted(words, tables), interpret=self.interpret)
 
     def row_scales(self) -> jax.Array:
         """float32 `[block_n]`, 0 past the end of W."""
@@ -103,33 +97,36 @@ class Block:
         return plt.load(self.slots_ref.at[self.layer, self.expert, number], mask=mask, other=0)
 
     def _lut(self, bits: int) -> tuple[jax.Array, jax.Array, int]:
-        """Each row's LUT: its first word int32 `[block_n, 1]` counted from the first slot, whether the row exists, and
-        how many of its words can't lie in two slots."""
+        """Each row's LUT: its first word counted from the first slot and whether the row exists, both `[block_n, 1]`;
+        and how many of its words can't lie in two slots."""
         layout, words = self.layout, 2 ** (bits - 1)
         first = layout.lut_start_words(bits)
-        group = lax.div(self.row, jnp.int32(layout.lut_rows))
         together = math.gcd(first, layout.slot_words, words)
-        return (first + group * words)[:, None], (self.row < layout.rows)[:, None], together
+        start = first + lax.div(self.row, jnp.int32(layout.lut_rows)) * words
+        return start[:, None], (self.row < layout.rows)[:, None], together
 
     def _byte_tables(self, bits: int) -> list[tuple[jax.Array, ...]]:
-        """For each value of the bits below the top three: four words int32 `[block_n, 1]`, low bytes and high bytes."""
+        """For each value of the bits below the top three: low bytes (two words) and high bytes (two words), as int32
+        `[block_n, 1, 1]`."""
         start, exists, together = self._lut(bits)
         words = []
         for offset in range(0, 2 ** (bits - 1), together):
             slot = self._slot(start + offset, exists)
             column = lax.rem(start + offset, jnp.int32(self.layout.slot_words))
             places = (self.arena_ref.at[slot, column + i] for i in range(together))
-            words += [lax.bitcast_convert_type(plt.load(at, mask=exists, other=0), jnp.int32) for at in places]
+            loaded = [plt.load(at, mask=exists, other=0) for at in places]
+            words += [lax.bitcast_convert_type(word, jnp.int32)[..., None] for word in loaded]
         return [tuple(words[i : i + 4]) for i in range(0, len(words), 4)]
 
-    def _permuted(self, top: jax.Array, planes: Words, group, tables) -> tuple[jax.Array, jax.Array]:
-        """Low and high bytes of the four entries of a group, int32 `[block_n, block_words]`."""
-        masks = [spread_signs(word << group, interpret=self.interpret) for word in planes]
+    def _permuted(self, words: Words, tables) -> tuple[jax.Array, jax.Array]:
+        """Low and high bytes of the four entries of every group, int32 `[block_n, block_words, 8]`."""
+        top = _top_indices(words[:3])
+        masks = [spread_signs(word[..., None] << _axis(2, 8, 3), interpret=self.interpret) for word in words[3:]]
         low, high = (self._select(tables, half, top, masks) for half in (0, 2))
         return low, high
 
     def _select(self, tables, half: int, top: jax.Array, masks: list[jax.Array]) -> jax.Array:
-        """The low (`half` 0) or high (2) bytes of four entries a word."""
+        """The low (`half` 0) or high (2) bytes of four entries a group."""
         values = [permute_bytes(t[half], t[half + 1], top, interpret=self.interpret) for t in tables]
         for mask in reversed(masks):
             values = [(one & mask) | (zero & ~mask) for zero, one in zip(values[::2], values[1::2], strict=True)]
@@ -154,60 +151,51 @@ class Block:
         return entries
 
 
-def _top_indices(base: Words, quarter: jax.Array | int) -> jax.Array:
-    """int32 whose eight nibbles are the top three bits of the indices of a quarter's columns."""
+def _top_indices(base: Words) -> jax.Array:
+    """int32 `[.., 8]` whose low four nibbles are the top three bits of the indices of a group's columns."""
     last = jnp.int32(0)
     for q, word in enumerate(base):
         last = last | (lax.shift_right_logical(word, jnp.int32(3 - q)) & (0x11111111 << q))
-    nibbles = [*(word & 0x77777777 for word in base), last]
-    if isinstance(quarter, int):
-        return nibbles[quarter]
-    even = jnp.where(quarter < 2, nibbles[0], nibbles[2])
-    return jnp.where(quarter & 1 == 0, even, jnp.where(quarter < 2, nibbles[1], nibbles[3]))
+    quarters = [*(word & 0x77777777 for word in base), last]
+    even, odd = (jnp.stack(quarters[parity::2], axis=-1) for parity in (0, 1))
+    both = jnp.stack([even, odd], axis=-1)  # quarter 2 * a + b at [.., a, b]
+    groups = lax.shift_right_logical(both[..., None], 16 * _axis(4, 2, 5))
+    return groups.reshape(*base[0].shape, 8)
 
 
-def _groups(words: Words, quarter: jax.Array | int) -> Iterator[tuple[jax.Array, Words, jax.Array | int]]:
-    """Both groups of a quarter: their top indices (in the low half), the planes below, their number."""
-    top = _top_indices(words[:3], quarter)
-    yield top, words[3:], 2 * quarter
-    yield lax.shift_right_logical(top, jnp.int32(16)), words[3:], 2 * quarter + 1
-
-
-def _packed_indices(top: jax.Array, planes: Words, group: jax.Array | int) -> jax.Array:
-    """int32 whose four bytes are the indices of a group's columns."""
-    spread = top & 0xFFFF
+def _packed_indices(words: Words) -> jax.Array:
+    """int32 `[.., 8]` whose four bytes are the indices of a group's columns."""
+    spread = _top_indices(words[:3]) & 0xFFFF
     spread = (spread | spread << 8) & 0x00FF00FF
     packed = (spread | spread << 4) & 0x0F0F0F0F
-    for word in planes:
-        packed = (packed << 1) | (lax.shift_right_logical(word, jnp.int32(7) - group) & 0x01010101)
+    for word in words[3:]:
+        packed = (packed << 1) | (lax.shift_right_logical(word[..., None], 7 - _axis(2, 8, 3)) & 0x01010101)
     return packed
 
 
-def _in_order(groups: Sequence[jax.Array]) -> jax.Array:
-    """`[N, W]` of both groups of a quarter to `[N, W / 4, group, second, word]`, twice the same along `second`."""
-    rows, words = groups[0].shape
-    both = jnp.stack([group.reshape(rows, words // 4, 4) for group in groups], axis=-1)
-    both = both.transpose(0, 1, 3, 2).reshape(rows, words // 4, 2, 1, 4)
-    return jnp.broadcast_to(both, (rows, words // 4, 2, 2, 4))
+def _in_order(groups: jax.Array) -> jax.Array:
+    """`[N, W, 8]` of all groups to `[N, W / 4, group, second, word]`, twice the same along `second`."""
+    rows, words, _ = groups.shape
+    ordered = groups.reshape(rows, words // 4, 4, 8).transpose(0, 1, 3, 2)[:, :, :, None]
+    return jnp.broadcast_to(ordered, (rows, words // 4, 8, 2, 4))
 
 
-def _tile_of_halves(low: Sequence[jax.Array], high: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
-    """A tile from the low and high bytes of both groups, int32 `[N, W]` each: float16 `[N, 8 * W]`."""
+def _tile_of_halves(low: jax.Array, high: jax.Array, *, interpret: bool) -> jax.Array:
+    """A tile from the low and high bytes of all groups, int32 `[N, W, 8]`: float16 `[N, 32 * W]`."""
     lows, highs = _in_order(low), _in_order(high)
-    second = lax.broadcasted_iota(jnp.int32, lows.shape, 3)
     # Bytes 0 (or 2) of both make the low half of a word, bytes 1 (or 3) the high one.
-    selector = jnp.where(second == 0, jnp.int32(0x5140), jnp.int32(0x7362))
+    selector = jnp.where(_axis(3, 2, 5) == 0, jnp.int32(0x5140), jnp.int32(0x7362))
     return as_halves(permute_bytes(lows, highs, selector, interpret=interpret)).reshape(lows.shape[0], -1)
 
 
-def _tile_of_bytes(packed: Sequence[jax.Array]) -> jax.Array:
-    """A tile of indices from the packed ones of both groups: int32 `[N, 8 * W]`."""
+def _tile_of_bytes(packed: jax.Array) -> jax.Array:
+    """A tile of indices from the packed ones of all groups, int32 `[N, W, 8]`: int32 `[N, 32 * W]`."""
     ordered = _in_order(packed)
-    pair = lax.shift_right_logical(ordered, 16 * lax.broadcasted_iota(jnp.int32, ordered.shape, 3))
+    pair = lax.shift_right_logical(ordered, 16 * _axis(3, 2, 5))
     members = jnp.stack([pair & 255, lax.shift_right_logical(pair, jnp.int32(8)) & 255], axis=-1)
     return members.reshape(ordered.shape[0], -1)
 
 
-def _axis(dimension: int, size: int) -> jax.Array:
-    """int32 0..size-1 along one of four dimensions."""
-    return lax.broadcasted_iota(jnp.int32, tuple(size if i == dimension else 1 for i in range(4)), dimension)
+def _axis(dimension: int, size: int, dimensions: int = 4) -> jax.Array:
+    """int32 0..size-1 along one of some dimensions."""
+    return lax.broadcasted_iota(jnp.int32, tuple(size if i == dimension else 1 for i in range(dimensions)), dimension)

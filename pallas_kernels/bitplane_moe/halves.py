@@ -21,12 +21,22 @@ _TARGET_EXPONENT = 13  # rows are scaled to below 2**14, far from float16's larg
 class HalfRows(NamedTuple):
     """Rows times a power of two, `row_scale(bounds)`.
 
-    `quarters[t, part, q]` holds columns `8 * q .. 8 * q + 7` of every 32: column `32 * w + 8 * q + 4 * i + 2 * s + j`
-    is element `32 * (w // 4) + 16 * i + 8 * s + 2 * (w % 4) + j`.
+    Column `32 * w + 4 * g + 2 * s + j` is element `128 * (w // 4) + 16 * g + 8 * s + 2 * (w % 4) + j` of `columns`.
     """
 
-    quarters: jax.Array  # float16 [T, parts, 4, 8 * W], W padded
+    columns: jax.Array  # float16 [T, parts, 32 * W], W padded
     bounds: jax.Array  # float32 [T]
+
+
+def padded_words(layout: BlockLayout, block_words: int) -> int:
+    """W: words of a row, padded to whole blocks."""
+    return -(-layout.words_per_row // block_words) * block_words
+
+
+def column_of(element: jax.Array) -> jax.Array:
+    """The column that stands at an element of `HalfRows.columns`, int32."""
+    word = 4 * (element >> 7) + ((element >> 1) & 3)
+    return 32 * word + 4 * ((element >> 4) & 7) + 2 * ((element >> 3) & 1) + (element & 1)
 
 
 def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words: int, *, exact: bool) -> HalfRows:
@@ -40,7 +50,7 @@ def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words
     """
     tokens = x.shape[0]
     scaled = x.astype(jnp.float32) * row_scale(bounds)[:, None]
-    words = -(-layout.words_per_row // block_words) * block_words
+    words = padded_words(layout, block_words)
     scaled = jnp.pad(scaled, ((0, 0), (0, 32 * words - layout.cols)))
     parts = []
     for _ in range(3 if exact else 1):
@@ -48,10 +58,9 @@ def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words
         half = lax.reduce_precision(scaled, exponent_bits=5, mantissa_bits=10)
         parts.append(half.astype(jnp.float16))
         scaled = scaled - half
-    # Axes of a row: four words, word of them, quarter, group i, second s, first j.
-    axes = jnp.stack(parts, axis=1).reshape(tokens, len(parts), words // 4, 4, 4, 2, 2, 2)
-    quarters = axes.transpose(0, 1, 4, 2, 5, 6, 3, 7).reshape(tokens, len(parts), 4, 8 * words)
-    return HalfRows(quarters, bounds)
+    # Axes of a row: four words, word of them, group g, second s, first j.
+    axes = jnp.stack(parts, axis=1).reshape(tokens, len(parts), words // 4, 4, 8, 2, 2)
+    return HalfRows(axes.transpose(0, 1, 2, 4, 5, 3, 6).reshape(tokens, len(parts), 32 * words), bounds)
 
 
 def row_scale(bounds: jax.Array, *, inverse: bool = False) -> jax.Array:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,69 +22,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.bitplane_moe.activation import gated, row_norms
+from pallas_kernels.bitplane_moe.configs import Config, default_config
 from pallas_kernels.bitplane_moe.decoding import Block
-from pallas_kernels.bitplane_moe.halves import row_scale, split_rows
-from pallas_kernels.bitplane_moe.layout import BITS, BlockLayout, MoEGeometry
+from pallas_kernels.bitplane_moe.gating import gate_rows
+from pallas_kernels.bitplane_moe.halves import HalfRows, row_scale, split_rows
+from pallas_kernels.bitplane_moe.layout import BITS, MAX_BYTE_TABLE_BITS, BlockLayout, MoEGeometry
 from pallas_kernels.bitplane_moe.routing import Tiles, plan_tiles
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Block sizes of the kernel, all powers of two.
-
-    Attributes:
-        block_m: pairs of a tile, at least 16.
-        block_n: rows of W, at least 16.
-        block_words: words of a row decoded at a time, at least 8; half of it (but 8) above 4 bits.
-        splits: programs that share the columns of a row; their sums are added afterwards.
-    """
-
-    block_m: int = 16
-    block_n: int = 64
-    block_words: int = 16
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self) -> None:
-        sizes = (self.block_m, self.block_n, self.block_words, self.splits)
-        if any(size < 1 or size & (size - 1) for size in sizes):
-            raise ValueError(f"{self}: sizes must be powers of two")
-        if min(self.block_m, self.block_n, 2 * self.block_words) < 16:
-            raise ValueError(f"{self}: tensor cores multiply blocks of at least 16")
-
-    def words_at(self, bits: int) -> int:
-        """Words decoded at a time: more planes and tables leave room for fewer."""
-        return self.block_words if bits <= 4 else max(8, self.block_words // 2)
-
-
-UNROLLED_BITS = 4
-"""Above, quarters are a loop that loads the words again: the compiler's time grows with the square of the code."""
-_PROGRAMS = 396  # three for each of the 132 multiprocessors of an H200
-
-
-def default_config(pairs: int, num_experts: int, layout: BlockLayout, *, exact: bool) -> Config:
-    """Tiles of about as many pairs as an expert gets, and enough programs to fill the chip."""
-    mean = pairs // num_experts
-    # The three parts of float32 rows fill shared memory.
-    block_m = 16 if mean <= 16 or exact else 32 if mean <= 32 else 64
-    # Eight warps hold the sums of many pairs without spilling, and share their tiles of x.
-    block_n, num_warps = (64, 4) if block_m == 16 else (128, 8)
-    block_words = 16 if layout.words_per_row >= 16 else 8
-    tiles = min(pairs, num_experts + pairs // block_m)
-    programs = tiles * pl.cdiv(layout.rows, block_n)
-    splits = 1
-    while 2 * splits * programs <= _PROGRAMS and 2 * splits * block_words <= layout.words_per_row:
-        splits *= 2
-    return Config(
-        block_m=block_m,
-        block_n=block_n,
-        block_words=block_words,
-        splits=splits,
-        num_warps=num_warps,
-        num_stages=3 if block_m == 16 and not exact else 2,
-    )
 
 
 def bitplane_moe(
@@ -109,23 +51,29 @@ def bitplane_moe(
     ]
     pairs, tiles = plan_tiles(expert_ids, num_experts, configs[0].block_m)
     tables = Tables(slots, bits, arena, jnp.asarray([layer], jnp.int32))
-    static: dict[str, Any] = dict(tiles=tiles, tables=tables, exact=exact, interpret=interpret)
+    static: dict[str, Any] = dict(tiles=tiles, tables=tables, interpret=interpret)
     first, second = (
         _Unit(index=unit, first_slot=start, layout=layout, config=config, max_bits=geometry.max_bits)
         for unit, (start, layout, config) in enumerate(
             zip((0, geometry.gate_up.total_slots), (geometry.gate_up, geometry.down), configs, strict=True)
         )
     )
-    bounds = jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
-    hidden = gated(_grouped_matmul(x, bounds, pairs.order // top_k, unit=first, **static), geometry.activation)
-    norms = row_norms(hidden)
+    sums = _grouped_matmul(_rows_of(x, first, exact=exact), pairs.order // top_k, unit=first, **static)
+    hidden = gate_rows(
+        sums,
+        geometry.down,
+        second.config.block_words,
+        activation=geometry.activation,
+        exact=exact,
+        interpret=interpret,
+    )
     every_row = jnp.asarray(np.arange(expert_ids.size, dtype=np.int32))
-    out = _grouped_matmul(hidden, norms, every_row, unit=second, **static)
+    out = _grouped_matmul(hidden, every_row, unit=second, **static)
     # Rows of padding were never written: `where`, not a product with zero.
     real = (expert_ids >= 0) & (expert_ids < num_experts)
-    picked = jnp.where(real[..., None], out[pairs.position], 0.0)
-    y = jnp.sum(picked * jnp.where(real, expert_weights, 0.0)[..., None], axis=1)
-    return y.astype(x.dtype), jnp.where(real, norms[pairs.position], 0.0)
+    picked = jnp.where(real[..., None, None], out[pairs.position], 0.0)
+    y = jnp.sum(picked * jnp.where(real, expert_weights, 0.0)[..., None, None], axis=(1, 2))
+    return y.astype(x.dtype), jnp.where(real, hidden.bounds[pairs.position], 0.0)
 
 
 def matmul(
@@ -151,16 +99,9 @@ def matmul(
     config = config or default_config(x.shape[0], 1, layout, exact=exact)
     pairs, tiles = plan_tiles(jnp.zeros((x.shape[0], 1), jnp.int32), 1, config.block_m)
     tables = Tables(slots[None, None], bits[None, None, None], arena, jnp.zeros(1, jnp.int32))
-    return _grouped_matmul(
-        x,
-        jnp.max(jnp.abs(x), axis=1).astype(jnp.float32),
-        pairs.order,
-        tiles=tiles,
-        tables=tables,
-        unit=_Unit(index=0, first_slot=0, layout=layout, config=config, max_bits=max_bits),
-        exact=exact,
-        interpret=interpret,
-    )
+    unit = _Unit(index=0, first_slot=0, layout=layout, config=config, max_bits=max_bits)
+    rows = _rows_of(x, unit, exact=exact)
+    return _grouped_matmul(rows, pairs.order, tiles=tiles, tables=tables, unit=unit, interpret=interpret).sum(axis=1)
 
 
 class Tables(NamedTuple):
@@ -190,22 +131,19 @@ class _Static:
     interpret: bool
 
 
+def _rows_of(x: jax.Array, unit: _Unit, *, exact: bool) -> HalfRows:
+    bounds = jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
+    return split_rows(x, bounds, unit.layout, unit.config.block_words, exact=exact)
+
+
 def _grouped_matmul(
-    x: jax.Array,
-    bounds: jax.Array,
-    source: jax.Array,
-    *,
-    tiles: Tiles,
-    tables: Tables,
-    unit: _Unit,
-    exact: bool,
-    interpret: bool,
+    rows: HalfRows, source: jax.Array, *, tiles: Tiles, tables: Tables, unit: _Unit, interpret: bool
 ) -> jax.Array:
-    """float32 `[P, N]`: row r is `W[expert of r] @ x[source[r]]`; rows of no tile are not written."""
+    """float32 `[P, splits, N]`: row r, summed over splits, is `W[expert of r] @ x[source[r]]`; rows of no tile are not
+    written."""
     layout, config = unit.layout, unit.config
-    rows = split_rows(x, bounds, layout, config.block_words, exact=exact)
-    static = _Static(unit=unit, parts=rows.quarters.shape[1], interpret=interpret)
-    sums = pl.pallas_call(
+    static = _Static(unit=unit, parts=rows.columns.shape[1], interpret=interpret)
+    return pl.pallas_call(
         functools.partial(_kernel, static=static),
         grid=(pl.cdiv(layout.rows, config.block_n), tiles.experts.shape[0], config.splits),
         out_shape=jax.ShapeDtypeStruct((source.shape[0], config.splits, layout.rows), jnp.float32),
@@ -213,7 +151,6 @@ def _grouped_matmul(
         interpret=interpret,
         name="bitplane_matmul",
     )(*tiles, source, *rows, *tables)
-    return functools.reduce(operator.add, (sums[:, split] for split in range(config.splits)))
 
 
 def _kernel(
@@ -236,10 +173,12 @@ def _kernel(
         pair = starts_ref[tile] + member
         source = plt.load(source_ref.at[pair], mask=member < count, other=0)
         x = _Activations(x_ref, source, member < count)
+        # Loaded here, where other loads hide them.
+        bounds = plt.load(bounds_ref.at[source], mask=member < count, other=0.0)
+        scales = block.row_scales()
         branches = [functools.partial(_sum_columns, block, x, split, bits, static) for bits in _branches(static)]
         total = lax.switch(bits_ref[layer, expert, unit.index] - BITS[0], branches)
-        bounds = plt.load(bounds_ref.at[source], mask=member < count, other=0.0)
-        total = total * block.row_scales()[:, None] * row_scale(bounds, inverse=True)[None, :]
+        total = total * scales[:, None] * row_scale(bounds, inverse=True)[None, :]
         mask = (block.row < unit.layout.rows)[:, None] & (member < count)[None, :]
         plt.store(out_ref.at[pair[None, :], split, block.row[:, None]], total, mask=mask)
 
@@ -255,30 +194,28 @@ def _sum_columns(block: Block, x: _Activations, split: jax.Array, bits: int, sta
     decode = block.decoder(bits)
     steps = pl.cdiv(static.unit.layout.words_per_row, size)
     share = pl.cdiv(steps, config.splits)
-
-    def add_tile(words, index, quarter, total):
-        weights = decode(words, quarter)
-        for part in range(static.parts):
-            columns = x.tile(part, quarter, index, size)
-            total = total + jnp.dot(weights, columns.T, preferred_element_type=jnp.float32)
-        return total
-
-    def add_block(index, total):
-        words = block.words(bits, index, size)
-        for quarter in range(4):
-            total = add_tile(words, index, quarter, total)
-        return total
-
-    def add_quarter(number, total):
-        index = number >> 2
-        return add_tile(block.words(bits, index, size), index, number & 3, total)
-
     first = split * share
     last = jnp.minimum(first + share, steps)
     zeros = jnp.zeros((config.block_n, config.block_m), jnp.float32)
-    if bits <= UNROLLED_BITS:
-        return lax.fori_loop(first, last, add_block, zeros)
-    return lax.fori_loop(4 * first, 4 * last, add_quarter, zeros)
+
+    def add(weights, index, total):
+        for part in range(static.parts):
+            total = total + jnp.dot(weights, x.tile(part, index, size).T, preferred_element_type=jnp.float32)
+        return total
+
+    def tile(index):
+        return decode(block.words(bits, index, size))
+
+    if bits <= MAX_BYTE_TABLE_BITS:
+        return lax.fori_loop(first, last, lambda index, total: add(tile(index), index, total), zeros)
+
+    # Entries are looked up a step ahead: those that a product of the same step waits for, Triton would copy to shared
+    # memory one by one.
+    def step(index, carry):
+        weights, total = carry
+        return tile(index + 1), add(weights, index, total)
+
+    return lax.fori_loop(first, last, step, (tile(first), zeros))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,9 +226,9 @@ class _Activations:
     source: jax.Array
     real: jax.Array
 
-    def tile(self, part: int, quarter: jax.Array | int, index: jax.Array, words: int) -> jax.Array:
-        """float16 `[block_m, 8 * words]`, the columns of a tile of weights."""
-        column = 8 * words * index + jnp.arange(8 * words, dtype=jnp.int32)
-        where = self.x_ref.at[self.source[:, None], part, quarter, column[None, :]]
-        mask = jnp.broadcast_to(self.real[:, None], (self.source.shape[0], 8 * words))
+    def tile(self, part: int, index: jax.Array, words: int) -> jax.Array:
+        """float16 `[block_m, 32 * words]`, the columns of a tile of weights."""
+        column = 32 * words * index + jnp.arange(32 * words, dtype=jnp.int32)
+        where = self.x_ref.at[self.source[:, None], part, column[None, :]]
+        mask = jnp.broadcast_to(self.real[:, None], (self.source.shape[0], 32 * words))
         return plt.load(where, mask=mask, other=0.0)

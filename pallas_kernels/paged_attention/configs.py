@@ -1,6 +1,6 @@
 """How the Triton kernels cut their work: by a table measured on this device, or by rule.
 
-A table is `tuned/<device kind, lower case, underscores>.json`: a list of
+A table (see `pallas_kernels.tuned`) is a list of
 `{"max_rows": .., "max_head_dim": .., "config": {.. fields of Config but splits ..}, "programs_an_sm": ..}`, of which
 the first that fits a call in bfloat16 is used. Splits follow from `programs_an_sm`, the batch and the longest context.
 """
@@ -8,16 +8,12 @@ the first that fits a call in bfloat16 is used. Splits follow from `programs_an_
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import pathlib
-from typing import Any, Literal
-
-import jax
+from pathlib import Path
+from typing import Literal
 
 from pallas_kernels.paged_attention.layout import KVGeometry
+from pallas_kernels.tuned import tuned_entries
 
-_TUNED = pathlib.Path(__file__).parent / "tuned"
 _MULTIPROCESSORS = 132  # of an H100 or H200; what splits are counted for
 _LONGEST_SHARE = 4096  # keys: bounds how long a program runs where the other sequences are short
 
@@ -82,16 +78,10 @@ def _tuned(work: Work) -> tuple[Config, int] | None:
     """What the device's table says, if it has an entry that fits."""
     if work.exact or work.geometry.dtype != "bfloat16":
         return None
-    for entry in _table(jax.devices()[0].device_kind):
+    for entry in tuned_entries(Path(__file__).parent):
         if work.rows <= entry["max_rows"] and work.geometry.head_dim <= entry["max_head_dim"]:
             return Config(**entry["config"]), entry["programs_an_sm"]
     return None
-
-
-@functools.cache
-def _table(device_kind: str) -> list[dict[str, Any]]:
-    path = _TUNED / f"{device_kind.replace(' ', '_').lower()}.json"
-    return json.loads(path.read_text()) if path.exists() else []
 
 
 def _by_rule(work: Work) -> tuple[Config, int]:

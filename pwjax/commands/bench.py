@@ -45,7 +45,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="BITS",
         help="highest precision made and served (default: what the method needs)",
     )
-    add("--lut-rows", type=int, default=1, choices=(1, 32), help="rows that share a lookup table (default 1)")
+    add("--lut-rows", type=int, default=32, choices=(1, 32), help="rows that share a lookup table (default 32)")
     add("--implementation", default="auto", choices=("auto", "triton", "xla"), help="of the kernels; no fallback")
     add("--seed", type=int, default=0, help="of weights, prompts and random:<mean>")
 

@@ -32,6 +32,9 @@ from pwjax.engine.step import (
 )
 from pwjax.paging.device import WeightState
 
+# What does not depend on each other may run at the same time: the router and the routed experts beside the shared one.
+_GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
 
 @dataclasses.dataclass(frozen=True)
 class TableShapes:
@@ -100,7 +103,8 @@ class StepCompiler:
             int32(shape.kv_delta_rows(spec.kv.block_size), 2 + spec.kv.block_slots),
         )
         step = jax.jit(make_step(spec, shape), donate_argnums=2)
-        return step.lower(self._params, self._experts or paged, state, inputs).compile()
+        lowered = step.lower(self._params, self._experts or paged, state, inputs)
+        return lowered.compile(_GPU_OPTIONS if jax.default_backend() == "gpu" else None)
 
 
 class Runner:

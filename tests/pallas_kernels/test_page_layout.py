@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.bitplane_moe.bytes import as_halves, permute_bytes, spread_signs
-from pallas_kernels.bitplane_moe.halves import row_scale, split_rows
+from pallas_kernels.bitplane_moe.halves import column_of, row_scale, split_rows
 from pallas_kernels.bitplane_moe.layout import BITS, BlockLayout, pack_lut, pack_page, unpack_lut, unpack_pages
 
 
@@ -83,14 +83,16 @@ def test_parts_of_a_row_add_up_to_it(dtype: str) -> None:
     x = jnp.asarray(x, dtype)
     bounds = jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
     rows = jax.jit(lambda x, bounds: split_rows(x, bounds, layout, 8, exact=dtype == "float32"))(x, bounds)
-    assert rows.quarters.shape == (6, 3 if dtype == "float32" else 1, 4, 64)
+    assert rows.columns.shape == (6, 3 if dtype == "float32" else 1, 256)
     values = (
-        np.asarray(rows.quarters, np.float64).sum(axis=1)
-        * np.asarray(row_scale(bounds, inverse=True), np.float64)[:, None, None]
+        np.asarray(rows.columns, np.float64).sum(axis=1)
+        * np.asarray(row_scale(bounds, inverse=True), np.float64)[:, None]
     )
     column = np.arange(80)
-    w, q, i, s, j = column // 32, column // 8 % 4, column // 4 % 2, column // 2 % 2, column % 2
-    found = values[:, q, 32 * (w // 4) + 16 * i + 8 * s + 2 * (w % 4) + j]
+    w, g, s, j = column // 32, column // 4 % 8, column // 2 % 2, column % 2
+    element = 128 * (w // 4) + 16 * g + 8 * s + 2 * (w % 4) + j
+    np.testing.assert_array_equal(column_of(element), column)
+    found = values[:, element]
     want = np.asarray(x, np.float64)
     largest = np.abs(want).max(axis=1, keepdims=True)
     assert (np.abs(found - want)[:5] <= largest[:5] * 2.0**-26).all()
