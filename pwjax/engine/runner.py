@@ -32,8 +32,13 @@ from pwjax.engine.step import (
 )
 from pwjax.paging.device import WeightState
 
-# What does not depend on each other may run at the same time: the router and the routed experts beside the shared one.
-_GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+_GPU_OPTIONS: dict[str, str | bool] = {
+    # What does not depend on each other may run at the same time: router and routed experts beside the shared one.
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    # In per cent. XLA counts the arena once a layer that writes KV, finds that the step does not fit the device, and
+    # "saves" memory by writing KV twice, which takes a copy of the arena. Sizes are settled before the step is built.
+    "xla_gpu_memory_limit_slop_factor": "1000",
+}
 
 
 @dataclasses.dataclass(frozen=True)
