@@ -12,8 +12,11 @@ import jax
 
 def tuned_entries(kernel_folder: Path) -> list[dict[str, Any]]:
     """Of this machine's device, in order of preference; empty if none was measured."""
-    device_kind = jax.devices()[0].device_kind
-    return _read(kernel_folder / "tuned" / f"{device_kind.replace(' ', '_').lower()}.json")
+    return _read(kernel_folder / "tuned" / f"{device_kind().replace(' ', '_').lower()}.json")
+
+
+def device_kind() -> str:
+    return jax.devices()[0].device_kind
 
 
 @functools.cache

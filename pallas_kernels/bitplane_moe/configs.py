@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from pallas_kernels.bitplane_moe.layout import MAX_BYTE_TABLE_BITS, BlockLayout
+from pallas_kernels.bitplane_moe.layout import BlockLayout
 from pallas_kernels.tuned import tuned_entries
 
 _MULTIPROCESSORS = 132  # of an H100 or H200; what splits are counted for
@@ -21,9 +21,9 @@ class Config:
     """Block sizes of the kernel, all powers of two.
 
     Attributes:
-        block_m: pairs of a tile, at least 16.
+        block_m: pairs of a tile, at least 8.
         block_n: rows of W, at least 16.
-        block_words: words of a row decoded at a time, at least 4; half of it (but 4) above 4 bits.
+        block_words: words of a row decoded at a time, at least 4; fewer above 4 bits (`words_at`).
         splits: programs that share the columns of a row; their sums are added afterwards.
     """
 
@@ -38,12 +38,13 @@ class Config:
         sizes = (self.block_m, self.block_n, self.block_words, self.splits)
         if any(size < 1 or size & (size - 1) for size in sizes):
             raise ValueError(f"{self}: sizes must be powers of two")
-        if min(self.block_m, self.block_n, 4 * self.block_words) < 16:
-            raise ValueError(f"{self}: tensor cores multiply blocks of at least 16")
+        if self.block_m < 8 or self.block_n < 16 or self.block_words < 4:
+            raise ValueError(f"{self}: tensor cores multiply blocks of at least 8 pairs, 16 rows and 4 words")
 
     def words_at(self, bits: int) -> int:
-        """Words decoded at a time: more planes and tables leave room for fewer."""
-        return self.block_words if bits <= 4 else max(4, self.block_words // (2 if bits <= MAX_BYTE_TABLE_BITS else 4))
+        """Words decoded at a time. More tables leave fewer registers, and all precisions of a kernel pay for the one
+        that takes the most: with twice the words, 6 bits took 254 registers a thread in place of 165."""
+        return max(4, self.block_words >> max(0, min(bits - 4, 2)))
 
 
 def default_config(pairs: int, num_experts: int, layout: BlockLayout, *, exact: bool) -> Config:
@@ -76,7 +77,8 @@ def _tuned(pairs_an_expert: int) -> tuple[Config, int] | None:
 def _by_rule(pairs_an_expert: int, *, exact: bool) -> tuple[Config, int]:
     """A configuration, and how many programs of it a multiprocessor should get at most."""
     if pairs_an_expert <= 16:
-        return Config(block_n=32, num_warps=2, num_stages=2 if exact else 3), 14
+        block_m = 8 if pairs_an_expert <= 4 else 16
+        return Config(block_m=block_m, block_n=32, num_warps=2, num_stages=2 if exact else 3), 14
     # Eight warps hold the sums of many pairs without spilling, and share their tiles of x.
     block_m = 32 if pairs_an_expert <= 32 else 64
     return Config(block_m=block_m, block_n=128, block_words=8, num_warps=8, num_stages=2), 14

@@ -32,11 +32,13 @@ from pwjax.engine.step import (
 )
 from pwjax.paging.device import WeightState
 
-_GPU_OPTIONS: dict[str, str | bool] = {
+Array = jax.Array | jax.ShapeDtypeStruct
+
+GPU_OPTIONS: dict[str, str | bool] = {
     # What does not depend on each other may run at the same time: router and routed experts beside the shared one.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    # In per cent. XLA counts the arena once a layer that writes KV, finds that the step does not fit the device, and
-    # "saves" memory by writing KV twice, which takes a copy of the arena. Sizes are settled before the step is built.
+    # In per cent. XLA counts a large arena several times, finds that the step does not fit the device, and computes
+    # two fusions a layer twice to save memory that nobody uses. Sizes are settled before a step is compiled.
     "xla_gpu_memory_limit_slop_factor": "1000",
 }
 
@@ -63,7 +65,7 @@ class StepCompiler:
 
     Args:
         spec: static part of the step.
-        params: dense weights, flat leaves.
+        params: dense weights, flat leaves; these and the experts may be abstract.
         experts: dense experts a layer (method bf16), or None where weights are paged.
         page_table_shape: of the slot table, `[moe_layers, experts, row_slots]`.
         tables: per-sequence tables.
@@ -72,8 +74,8 @@ class StepCompiler:
     def __init__(
         self,
         spec: StepSpec,
-        params: tuple[jax.Array, ...],
-        experts: tuple[tuple[jax.Array, jax.Array], ...] | None,
+        params: tuple[Array, ...],
+        experts: tuple[tuple[Array, Array], ...] | None,
         page_table_shape: tuple[int, int, int],
         tables: TableShapes,
     ) -> None:
@@ -85,10 +87,18 @@ class StepCompiler:
     def compile(self, shape: StepShape, num_slots: int) -> jax.stages.Compiled:
         """The step for one shape with an arena of `num_slots`; all its state is donated. Compiled once."""
         if (shape, num_slots) not in self._compiled:
-            self._compiled[shape, num_slots] = self._compile(shape, num_slots)
+            options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
+            self._compiled[shape, num_slots] = self.lower(shape, num_slots).compile(options)
         return self._compiled[shape, num_slots]
 
-    def _compile(self, shape: StepShape, num_slots: int) -> jax.stages.Compiled:
+    def lower(
+        self, shape: StepShape, num_slots: int, sharding: jax.sharding.Sharding | None = None
+    ) -> jax.stages.Lowered:
+        """The step before compilation.
+
+        Args:
+            sharding: of every argument, for a device that is not here; all of them must be abstract then.
+        """
         spec, tables = self.spec, self._tables
         int32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)  # noqa: E731
         float32 = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
@@ -108,8 +118,10 @@ class StepCompiler:
             int32(shape.kv_delta_rows(spec.kv.block_size), 2 + spec.kv.block_slots),
         )
         step = jax.jit(make_step(spec, shape), donate_argnums=2)
-        lowered = step.lower(self._params, self._experts or paged, state, inputs)
-        return lowered.compile(_GPU_OPTIONS if jax.default_backend() == "gpu" else None)
+        arguments = (self._params, self._experts or paged, state, inputs)
+        if sharding is not None:
+            arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+        return step.lower(*arguments)
 
 
 class Runner:

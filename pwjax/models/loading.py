@@ -76,6 +76,14 @@ def load_dense(
     return definition, _checked_leaves(config, shapes, given, dtype, where="the checkpoint")
 
 
+def abstract_dense(
+    config: ModelConfig, dtype: DTypeLike
+) -> tuple[ModuleDef[Decoder], tuple[jax.ShapeDtypeStruct, ...]]:
+    """As `load_dense`, without weights: what a step is lowered with."""
+    definition, shapes = _decoder_def(config, dtype)
+    return definition, tuple(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for leaf in shapes.values())
+
+
 def load_layer(
     config: ModelConfig, layer: int, dense: Mapping[str, Any], dtype: DTypeLike
 ) -> tuple[ModuleDef[DecoderLayer], tuple[jax.Array, ...]]:
