@@ -47,14 +47,18 @@ class Config:
         return max(4, self.block_words >> max(0, min(bits - 4, 2)))
 
 
+# float32 rows: three parts of each are rows of a tile, so it holds few.
+_EXACT = Config(block_m=8, block_n=32, block_words=8, num_warps=2, num_stages=2), 14
+
+
 def default_config(pairs: int, num_experts: int, layout: BlockLayout, *, exact: bool) -> Config:
     """Tiles of about as many pairs as an expert gets, and enough programs to fill the chip.
 
     Args:
-        exact: float32 rows, whose three parts fill shared memory.
+        exact: float32 rows.
     """
     mean = pairs // num_experts
-    config, programs_an_sm = _by_rule(0, exact=True) if exact else _tuned(mean) or _by_rule(mean, exact=False)
+    config, programs_an_sm = _EXACT if exact else _tuned(mean) or _by_rule(mean)
     block_words = min(config.block_words, max(4, 1 << (layout.words_per_row.bit_length() - 1)))
     tiles = min(pairs, num_experts + pairs // config.block_m)
     programs = tiles * -(-layout.rows // config.block_n)
@@ -74,11 +78,10 @@ def _tuned(pairs_an_expert: int) -> tuple[Config, int] | None:
     return None
 
 
-def _by_rule(pairs_an_expert: int, *, exact: bool) -> tuple[Config, int]:
+def _by_rule(pairs_an_expert: int) -> tuple[Config, int]:
     """A configuration, and how many programs of it a multiprocessor should get at most."""
     if pairs_an_expert <= 16:
-        block_m = 8 if pairs_an_expert <= 4 else 16
-        return Config(block_m=block_m, block_n=32, num_warps=2, num_stages=2 if exact else 3), 14
+        return Config(block_m=8 if pairs_an_expert <= 4 else 16, block_n=32, num_warps=2), 14
     # Eight warps hold the sums of many pairs without spilling, and share their tiles of x.
     block_m = 32 if pairs_an_expert <= 32 else 64
     return Config(block_m=block_m, block_n=128, block_words=8, num_warps=8, num_stages=2), 14

@@ -130,6 +130,11 @@ class _Static:
     parts: int
     interpret: bool
 
+    @property
+    def part_rows(self) -> int:
+        """Parts, up to a power of two."""
+        return pl.next_power_of_2(self.parts)
+
 
 def _rows_of(x: jax.Array, unit: _Unit, *, exact: bool) -> HalfRows:
     bounds = jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
@@ -172,12 +177,14 @@ def _kernel(
         member = jnp.arange(config.block_m, dtype=jnp.int32)
         pair = starts_ref[tile] + member
         source = plt.load(source_ref.at[pair], mask=member < count, other=0)
-        x = _Activations(x_ref, source, member < count)
+        x = _Activations.load(x_ref, source_ref, starts_ref[tile], count, static)
         # Loaded here, where other loads hide them.
         bounds = plt.load(bounds_ref.at[source], mask=member < count, other=0.0)
         scales = block.row_scales()
         branches = [functools.partial(_sum_columns, block, x, split, bits, static) for bits in _branches(static)]
         total = lax.switch(bits_ref[layer, expert, unit.index] - BITS[0], branches)
+        if static.part_rows > 1:
+            total = total.reshape(config.block_n, static.part_rows, config.block_m).sum(axis=1)
         total = total * scales[:, None] * row_scale(bounds, inverse=True)[None, :]
         mask = (block.row < unit.layout.rows)[:, None] & (member < count)[None, :]
         plt.store(out_ref.at[pair[None, :], split, block.row[:, None]], total, mask=mask)
@@ -188,7 +195,7 @@ def _branches(static: _Static) -> range:
 
 
 def _sum_columns(block: Block, x: _Activations, split: jax.Array, bits: int, static: _Static) -> jax.Array:
-    """float32 `[block_n, block_m]`: the split's columns of W times x."""
+    """float32 `[block_n, part_rows * block_m]`: the split's columns of W times x."""
     config = static.unit.config
     size = config.words_at(bits)
     decode = block.decoder(bits)
@@ -196,12 +203,10 @@ def _sum_columns(block: Block, x: _Activations, split: jax.Array, bits: int, sta
     share = pl.cdiv(steps, config.splits)
     first = split * share
     last = jnp.minimum(first + share, steps)
-    zeros = jnp.zeros((config.block_n, config.block_m), jnp.float32)
+    zeros = jnp.zeros((config.block_n, static.part_rows * config.block_m), jnp.float32)
 
     def add(weights, index, total):
-        for part in range(static.parts):
-            total = total + jnp.dot(weights, x.tile(part, index, size).T, preferred_element_type=jnp.float32)
-        return total
+        return total + jnp.dot(weights, x.tile(index, size).T, preferred_element_type=jnp.float32)
 
     def tile(index):
         return decode(block.words(bits, index, size))
@@ -220,15 +225,25 @@ def _sum_columns(block: Block, x: _Activations, split: jax.Array, bits: int, sta
 
 @dataclasses.dataclass(frozen=True)
 class _Activations:
-    """The rows of x that a tile multiplies."""
+    """The rows of x that a tile multiplies. Parts of a row are rows of their own, so that W is decoded once for all."""
 
     x_ref: Any
     source: jax.Array
+    part: jax.Array
     real: jax.Array
 
-    def tile(self, part: int, index: jax.Array, words: int) -> jax.Array:
-        """float16 `[block_m, 32 * words]`, the columns of a tile of weights."""
+    @classmethod
+    def load(cls, x_ref, source_ref, start: jax.Array, count: jax.Array, static: _Static) -> _Activations:
+        """Of `count` pairs from sorted position `start` on."""
+        block_m = static.unit.config.block_m
+        row = jnp.arange(static.part_rows * block_m, dtype=jnp.int32)
+        member, part = row & (block_m - 1), row // block_m
+        real = (member < count) & (part < static.parts)
+        return cls(x_ref, plt.load(source_ref.at[start + member], mask=real, other=0), part, real)
+
+    def tile(self, index: jax.Array, words: int) -> jax.Array:
+        """float16 `[part_rows * block_m, 32 * words]`, the columns of a tile of weights."""
         column = 32 * words * index + jnp.arange(32 * words, dtype=jnp.int32)
-        where = self.x_ref.at[self.source[:, None], part, column[None, :]]
+        where = self.x_ref.at[self.source[:, None], self.part[:, None], column[None, :]]
         mask = jnp.broadcast_to(self.real[:, None], (self.source.shape[0], 32 * words))
         return plt.load(where, mask=mask, other=0.0)
