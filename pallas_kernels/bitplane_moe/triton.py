@@ -3,7 +3,8 @@
 One kernel, called for gate_up and for down: rows of x times the decoded weights of their expert. A program takes up to
 `block_m` sorted pairs of one expert and `block_n` rows of W, decodes W tile by tile into registers and multiplies with
 tensor cores, so one decoding serves all its pairs, and a batch of one costs no more than its decoding. Few programs
-share the columns of W between them (`splits`). Activation, norms and the weighted sum over choices are XLA's.
+share the columns of W between them (`splits`). `gating` is what lies between both calls; the weighted sum over choices
+is XLA's.
 
 Arena and tables are read by pointer loads (`.at[slot, column]`, never a flat index, which would pass 2**31 in a large
 arena).
