@@ -35,7 +35,7 @@ from checkpoints.manifest import UNITS
 from checkpoints.store import moe_geometry
 from pallas_kernels import platform, tuned
 from pallas_kernels.paged_attention.layout import KVGeometry
-from pwjax.anyprec.choices import choose_slot_words
+from pwjax.anyprec.choices import KV_BLOCK_TOKENS, choose_slot_words
 from pwjax.bench.geometries import model_config
 from pwjax.bench.launches import count_launches
 from pwjax.cli_common import print_json_last, run_command, say
@@ -45,7 +45,6 @@ from pwjax.errors import UserError
 from pwjax.models.loading import abstract_dense
 
 LUT_ROWS = 32
-BLOCK_TOKENS = 16
 DEVICE_KIND = "NVIDIA H200"
 TARGET = Path(__file__).parent / "h200_target.txtpb"
 
@@ -96,11 +95,11 @@ def step_compiler(args: argparse.Namespace, bits: int | None) -> tuple[StepCompi
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         slot_words=slot_words,
-        block_size=BLOCK_TOKENS,
+        block_size=KV_BLOCK_TOKENS,
         dtype="bfloat16",
     )
     definition, params = abstract_dense(config, jnp.bfloat16)
-    rows, blocks = args.rows or args.sequences, -(-args.context // BLOCK_TOKENS)
+    rows, blocks = args.rows or args.sequences, -(-args.context // KV_BLOCK_TOKENS)
     layers, experts = config.num_moe_layers, config.num_experts
     slots = 1 + rows * blocks * kv.block_slots
     dense_experts, row_slots = None, 0
