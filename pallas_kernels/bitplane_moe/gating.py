@@ -7,13 +7,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.bitplane_moe.activation import activate
 from pallas_kernels.bitplane_moe.halves import HalfRows, column_of, padded_words, row_scale
 from pallas_kernels.bitplane_moe.layout import BlockLayout
+from pallas_kernels.rounding import rounded_in_kernel
 
 
 def gate_rows(
@@ -59,12 +59,6 @@ class _Static:
     def block(self) -> int:
         return pl.next_power_of_2(self.width)
 
-    def to_half(self, x: jax.Array) -> jax.Array:
-        """float32 rounded to float16. XLA may drop a pair of casts, and Triton, which keeps it, has no other way."""
-        if self.interpret:
-            return lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
-        return x.astype(jnp.float16).astype(jnp.float32)
-
 
 def _kernel(sums_ref, columns_ref, norms_ref, *, static: _Static):
     """A row."""
@@ -81,7 +75,7 @@ def _kernel(sums_ref, columns_ref, norms_ref, *, static: _Static):
     norm = jnp.sqrt(jnp.sum(hidden * hidden))
     rest = hidden * row_scale(norm)
     for part in range(static.parts):
-        half = static.to_half(rest)
+        half = rounded_in_kernel(rest, jnp.float16, interpret=static.interpret)
         plt.store(columns_ref.at[pair, part, element], half.astype(jnp.float16), mask=element < static.width)
         rest = rest - half
     norms_ref[pair] = norm

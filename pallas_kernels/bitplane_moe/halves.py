@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bitplane_moe.layout import BlockLayout
+from pallas_kernels.rounding import rounded_to
 
 _TARGET_EXPONENT = 13  # rows are scaled to below 2**14, far from float16's largest
 
@@ -54,8 +55,7 @@ def split_rows(x: jax.Array, bounds: jax.Array, layout: BlockLayout, block_words
     scaled = jnp.pad(scaled, ((0, 0), (0, 32 * words - layout.cols)))
     parts = []
     for _ in range(3 if exact else 1):
-        # Not a cast there and back, which XLA would drop.
-        half = lax.reduce_precision(scaled, exponent_bits=5, mantissa_bits=10)
+        half = rounded_to(scaled, jnp.float16)
         parts.append(half.astype(jnp.float16))
         scaled = scaled - half
     # Axes of a row: four words, word of them, group g, second s, first j.

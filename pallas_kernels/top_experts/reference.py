@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.rounding import rounded_to
+
 
 def top_experts(
     logits: jax.Array,
@@ -22,12 +24,3 @@ def top_experts(
         weights = weights / weights.sum(-1, keepdims=True)
     ids = jnp.where(valid[:, None], ids.astype(jnp.int32), jnp.int32(logits.shape[1]))
     return ids, rounded_to(weights, weights_dtype)
-
-
-def rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Float32 values rounded to what `dtype` can hold.
-
-    XLA may drop a cast to bfloat16 and back, and does so or not by what it fuses; routing must not depend on that.
-    """
-    info = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from pallas_kernels.top_experts.reference import rounded_to
+from pallas_kernels.rounding import rounded_in_kernel
 
 _TAKEN = np.iinfo(np.int32).min  # below the bits of any weight, NaN too
 
@@ -53,8 +53,7 @@ class _Static:
     interpret: bool
 
     def rounded(self, x: jax.Array, dtype: np.dtype) -> jax.Array:
-        """XLA may drop a pair of casts, and Triton, which keeps it, has no `reduce_precision`."""
-        return rounded_to(x, dtype) if self.interpret else x.astype(dtype).astype(jnp.float32)
+        return rounded_in_kernel(x, dtype, interpret=self.interpret)
 
 
 @functools.partial(jax.jit, static_argnames="static")  # traced and lowered once for all layers
