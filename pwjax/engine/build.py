@@ -250,7 +250,7 @@ class _Builder:
             kind = (shape.score, shape.tokens > 1)
             if kind not in largest or shape.sequences * shape.tokens > largest[kind].sequences * largest[kind].tokens:
                 largest[kind] = shape
-        return max(memory.workspace_bytes(compiler.compile(shape, num_slots)) for shape in largest.values())
+        return max(map(memory.workspace_bytes, compiler.compile_all(largest.values(), num_slots)))
 
     def _wanted_slots(self, fixed: memory.FixedMemory) -> int:
         """Without a budget: `--arena`, `--mean-bits`, or all pages and all KV on a CPU, at most 4 GiB."""

@@ -7,7 +7,9 @@ the host may still write is ever aliased by a running step.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -91,6 +93,11 @@ class StepCompiler:
             self._compiled[shape, num_slots] = self.lower(shape, num_slots).compile(options)
         return self._compiled[shape, num_slots]
 
+    def compile_all(self, shapes: Iterable[StepShape], num_slots: int) -> list[jax.stages.Compiled]:
+        """The steps for these shapes, compiled side by side."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda shape: self.compile(shape, num_slots), shapes))
+
     def lower(
         self, shape: StepShape, num_slots: int, sharding: jax.sharding.Sharding | None = None
     ) -> jax.stages.Lowered:
@@ -131,7 +138,7 @@ class Runner:
         compiler: makes the programs.
         weights: arena and weight page tables; the arena is donated through every step and put back.
         tables: per-sequence tables.
-        shapes: step shapes to compile now.
+        shapes: step shapes; all are compiled now, and run once on nothing but padding.
     """
 
     def __init__(
@@ -154,20 +161,15 @@ class Runner:
         )
         self._kv_table, self._last_tokens, self._mass = zeros()
         self._snapshot = jax.jit(jnp.copy).lower(self._mass).compile()
-        self.steps: dict[StepShape, jax.stages.Compiled] = {}
-        for shape in shapes:
-            self.compile(shape)
+        shapes = list(shapes)
+        programs = compiler.compile_all(shapes, weights.arena.shape[0])
+        self.steps = dict(zip(shapes, programs, strict=True))
+        for shape in shapes:  # the first run loads kernels
+            jax.block_until_ready(self._run(shape, self._empty_inputs(shape)))
 
     @property
     def workspace_bytes(self) -> int:
         return max(map(workspace_bytes, self.steps.values()))
-
-    def compile(self, shape: StepShape) -> None:
-        """Compiles a shape, and runs it once on nothing but padding: the first run loads kernels and may tune."""
-        if shape in self.steps:
-            return
-        self.steps[shape] = self._compiler.compile(shape, self.weights.arena.shape[0])
-        jax.block_until_ready(self._run(shape, self._empty_inputs(shape)))
 
     def _empty_inputs(self, shape: StepShape) -> StepInputs:
         rows, kv = self._tables.max_num_seqs, self._compiler.spec.kv
