@@ -18,10 +18,10 @@ lint: $(VENV)/installed-test
 # On a machine with an NVIDIA GPU, in an environment that has JAX for it (PYTHON=python3): all tests with the Triton
 # kernels, then the serving scenes with another process holding the rest of the card.
 gpu:
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -p no:benchmark -n 8 --dist loadfile
-	$(PYTHON) scripts/check_kernels.py
-	test -f out/demo/model/manifest.json || $(PYTHON) -m pwjax.cli prepare checkpoints/demo-moe out/demo/model
-	$(PYTHON) scripts/reproduce_serving.py out/demo/model --fill-card
+	PYTHONPATH=. XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -q -p no:benchmark -n 8 --dist loadfile
+	PYTHONPATH=. $(PYTHON) scripts/check_kernels.py
+	test -f out/demo/model/manifest.json || PYTHONPATH=. $(PYTHON) -m pwjax.cli prepare checkpoints/demo-moe out/demo/model
+	PYTHONPATH=. $(PYTHON) scripts/reproduce_serving.py out/demo/model --fill-card
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
