@@ -40,7 +40,8 @@ from pwjax.bench.geometries import model_config
 from pwjax.bench.launches import count_launches
 from pwjax.cli_common import print_json_last, run_command, say
 from pwjax.engine.runner import GPU_OPTIONS, StepCompiler, TableShapes
-from pwjax.engine.step import StepShape, StepSpec
+from pwjax.engine.step import StepSpec
+from pwjax.engine.step_inputs import StepShape
 from pwjax.errors import UserError
 from pwjax.models.loading import abstract_dense
 

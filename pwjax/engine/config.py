@@ -8,7 +8,7 @@ from typing import Literal
 
 from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS
 from pallas_kernels.platform import Implementation, resolve_implementation
-from pwjax.engine.step import StepShape
+from pwjax.engine.step_inputs import StepShape
 from pwjax.errors import UserError
 
 MethodName = Literal["bf16", "uniform", "random", "static", "pagedweight"]

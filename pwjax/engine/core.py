@@ -209,7 +209,7 @@ class Engine:
     def _collect(self, flight: _Flight) -> list[Progress]:
         """Reads a step's results; waits for the step if it is still running."""
         tokens = np.asarray(flight.outputs.tokens)
-        nats = np.asarray(flight.outputs.nats)
+        nats = np.asarray(flight.outputs.nats) if flight.batch.shape.score else None
         progress = []
         for i, work in enumerate(flight.batch.works):
             sequence = work.sequence
@@ -218,7 +218,7 @@ class Engine:
                 continue
             if flight.samples[i]:
                 progress.append(self._take_token(sequence, int(tokens[i])))
-            elif sequence.is_score and sequence.preemptions == flight.epochs[i]:
+            elif nats is not None and sequence.preemptions == flight.epochs[i]:
                 self._take_nats(work, nats[i, : work.length])
         if flight.mass is not None:
             mass = np.asarray(flight.mass)

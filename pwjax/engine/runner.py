@@ -18,20 +18,8 @@ import numpy as np
 
 from pwjax.engine.memory import workspace_bytes
 from pwjax.engine.scheduler import Batch
-from pwjax.engine.step import (
-    FROM_DEVICE,
-    LENGTH,
-    ROW,
-    SEED,
-    START,
-    TOP_K,
-    StepInputs,
-    StepOutputs,
-    StepShape,
-    StepSpec,
-    StepState,
-    make_step,
-)
+from pwjax.engine.step import StepOutputs, StepSpec, StepState, make_step
+from pwjax.engine.step_inputs import FROM_DEVICE, LENGTH, ROW, SEED, START, TOP_K, InputLayout, StepInputs, StepShape
 from pwjax.paging.device import WeightState
 
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -117,13 +105,7 @@ class StepCompiler:
         )
         layers, experts, _ = self._page_table_shape
         paged = (int32(*self._page_table_shape), int32(layers, experts, 2))
-        inputs = StepInputs(
-            int32(shape.sequences, 6),
-            float32(shape.sequences, 3),
-            int32(shape.sequences, shape.tokens),
-            int32(shape.sequences, shape.tokens if shape.score else 0),
-            int32(shape.kv_delta_rows(spec.kv.block_size), 2 + spec.kv.block_slots),
-        )
+        inputs = int32(shape.inputs(spec.kv.block_size, spec.kv.block_slots).words)
         step = jax.jit(make_step(spec, shape), donate_argnums=2)
         arguments = (self._params, self._experts or paged, state, inputs)
         if sharding is not None:
@@ -165,23 +147,16 @@ class Runner:
         programs = compiler.compile_all(shapes, weights.arena.shape[0])
         self.steps = dict(zip(shapes, programs, strict=True))
         for shape in shapes:  # the first run loads kernels
-            jax.block_until_ready(self._run(shape, self._empty_inputs(shape)))
+            packed, _ = self._layout(shape).padding(tables.max_num_seqs)
+            jax.block_until_ready(self._run(shape, packed))
 
     @property
     def workspace_bytes(self) -> int:
         return max(map(workspace_bytes, self.steps.values()))
 
-    def _empty_inputs(self, shape: StepShape) -> StepInputs:
-        rows, kv = self._tables.max_num_seqs, self._compiler.spec.kv
-        sequences = np.zeros((shape.sequences, 6), np.int32)
-        sequences[:, ROW] = rows
-        sampling = np.zeros((shape.sequences, 3), np.float32)
-        sampling[:, 1] = 1.0
-        tokens = np.zeros((shape.sequences, shape.tokens), np.int32)
-        delta = np.zeros((shape.kv_delta_rows(kv.block_size), 2 + kv.block_slots), np.int32)
-        delta[:, 0] = rows
-        targets = np.zeros((shape.sequences, shape.tokens if shape.score else 0), np.int32)
-        return StepInputs(sequences, sampling, tokens, targets, delta)
+    def _layout(self, shape: StepShape) -> InputLayout:
+        kv = self._compiler.spec.kv
+        return shape.inputs(kv.block_size, kv.block_slots)
 
     def dispatch(self, batch: Batch, kv_delta: list[tuple[int, int, np.ndarray]]) -> StepOutputs:
         """Starts a step and returns at once; outputs are on the device.
@@ -189,18 +164,18 @@ class Runner:
         Args:
             kv_delta: `(row, block, slots)` of the KV blocks taken for this step.
         """
-        inputs = self._empty_inputs(batch.shape)
+        packed, inputs = self._layout(batch.shape).padding(self._tables.max_num_seqs)
         for i, work in enumerate(batch.works):
             _fill_row(inputs, i, work)
         for i, (row, block, slots) in enumerate(kv_delta):
             inputs.kv_delta[i, 0], inputs.kv_delta[i, 1] = row, block
             inputs.kv_delta[i, 2:] = slots
-        return self._run(batch.shape, inputs)
+        return self._run(batch.shape, packed)
 
-    def _run(self, shape: StepShape, inputs: StepInputs) -> StepOutputs:
+    def _run(self, shape: StepShape, packed: np.ndarray) -> StepOutputs:
         state = StepState(self.weights.arena, self._kv_table, self._last_tokens, self._mass)
         experts: Any = self._experts or (self.weights.slot_table, self.weights.bits)
-        state, outputs = self.steps[shape](self._params, experts, state, inputs)
+        state, outputs = self.steps[shape](self._params, experts, state, packed)
         self.weights.arena, self._kv_table, self._last_tokens, self._mass = state
         return outputs
 

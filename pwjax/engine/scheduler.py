@@ -13,7 +13,7 @@ from collections import deque
 
 from pwjax.engine.config import EngineConfig
 from pwjax.engine.sequence import Sequence, Status
-from pwjax.engine.step import StepShape
+from pwjax.engine.step_inputs import StepShape
 from pwjax.kv.block_table import KVBlockTable
 
 GROWTH_STEPS = 32  # how far ahead KV growth is foreseen (design: plans are prepared for the next 32 steps)

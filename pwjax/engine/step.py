@@ -21,10 +21,9 @@ from pallas_kernels.paged_attention.layout import KVGeometry
 from pallas_kernels.platform import Implementation
 from pwjax.config import ModelConfig
 from pwjax.engine.sampler import sample, token_nats
+from pwjax.engine.step_inputs import FROM_DEVICE, LENGTH, ROW, SEED, START, TOP_K, StepInputs, StepShape
 from pwjax.models import merge
 
-# Columns of `StepInputs.sequences`.
-ROW, START, LENGTH, FROM_DEVICE, TOP_K, SEED = range(6)
 SCORE_TOKENS = 256  # tokens whose logits exist at one time while scoring
 
 
@@ -43,42 +42,11 @@ class StepState(NamedTuple):
     mass: Any
 
 
-class StepInputs(NamedTuple):
-    """Sent by the host for every step.
-
-    sequences: int32 `[S, 6]`: row (max_num_seqs is padding), position of the first token, number of real tokens,
-        whether the token is the row's newest on the device, top_k, seed.
-    sampling: float32 `[S, 3]`: temperature, top_p, min_p.
-    tokens: int32 `[S, Q]`.
-    targets: int32 `[S, Q]`, the tokens to score; `[S, 0]` where a step doesn't score.
-    kv_delta: int32 `[P, 2 + block_slots]`: row, block and slots of every new KV block; row max_num_seqs is padding.
-    """
-
-    sequences: Any
-    sampling: Any
-    tokens: Any
-    targets: Any
-    kv_delta: Any
-
-
 class StepOutputs(NamedTuple):
     """tokens: int32 `[S]`, sampled (-1: logits were not finite). nats: float32 `[S, Q]`, minus log p of the targets."""
 
     tokens: jax.Array
     nats: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class StepShape:
-    """`sequences` S and `tokens` Q of a compiled step; `score` says whether it returns nats."""
-
-    sequences: int
-    tokens: int
-    score: bool = False
-
-    def kv_delta_rows(self, block_size: int) -> int:
-        """Blocks that such a step can need at most: a chunk may start in the middle of one."""
-        return self.sequences * (-(-self.tokens // block_size) + (self.tokens > 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +66,16 @@ ExpertTables = tuple[jax.Array, jax.Array] | tuple[tuple[jax.Array, jax.Array], 
 def make_step(spec: StepSpec, shape: StepShape) -> Callable[..., tuple[StepState, StepOutputs]]:
     """The step function `(params, experts, state, inputs) -> (state, outputs)` for one shape.
 
-    `experts` is `(slot_table, bits)` where weights are paged, and one `(gate_up, down)` a layer for method bf16.
+    `inputs` is the array of `shape.inputs(..)`; `experts` is `(slot_table, bits)` where weights are paged, and one
+    `(gate_up, down)` a layer for method bf16.
     """
     config = spec.config
     scale = config.head_dim**-0.5
 
-    def step(params, experts, state: StepState, inputs: StepInputs):
+    layout = shape.inputs(spec.kv.block_size, spec.kv.block_slots)
+
+    def step(params, experts, state: StepState, packed: jax.Array):
+        inputs = layout.unpack(packed)
         model = merge(spec.graphdef, params)
         rows, start, length = (inputs.sequences[:, i] for i in (ROW, START, LENGTH))
         arena, kv_table = state.arena, _apply_kv_delta(state.kv_table, inputs.kv_delta)

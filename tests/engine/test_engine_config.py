@@ -3,7 +3,7 @@
 import pytest
 
 from pwjax.engine.config import EngineConfig, Method
-from pwjax.engine.step import StepShape
+from pwjax.engine.step_inputs import StepShape
 from pwjax.errors import UserError
 
 

@@ -7,7 +7,7 @@ import pytest
 from pwjax import SamplingParams
 from pwjax.engine.scheduler import Batch, Work
 from pwjax.engine.sequence import Sequence
-from pwjax.engine.step import StepShape
+from pwjax.engine.step_inputs import StepShape
 from pwjax.paging.allocator import Owner
 from tests.engine.conftest import FAMILIES, prompt
 

@@ -9,7 +9,7 @@ from pwjax.engine.config import EngineConfig
 from pwjax.engine.sampling_params import SamplingParams
 from pwjax.engine.scheduler import GROWTH_STEPS, MAX_SKIPS, Scheduler
 from pwjax.engine.sequence import Sequence, Status
-from pwjax.engine.step import StepShape
+from pwjax.engine.step_inputs import StepShape
 from pwjax.kv.block_table import KVBlockTable
 from pwjax.paging.allocator import SlotAllocator
 
