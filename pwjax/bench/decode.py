@@ -94,10 +94,12 @@ def bench_decode(llm: LLM, options: DecodeOptions, copy_rate: float, seed: int =
 def _measure_batch(llm: LLM, batch: int, steps: int, copy_rate: float) -> dict[str, Any]:
     for _ in range(WARMUP_STEPS):
         llm.step()
+    late_steps, wait_s = llm.engine.late_steps, llm.engine.wait_s
     moments = [time.perf_counter()]
     for _ in range(steps):
         llm.step()
         moments.append(time.perf_counter())
+    late_steps, wait_s = llm.engine.late_steps - late_steps, llm.engine.wait_s - wait_s
     work = _decode_work(llm)
     assert len(work.works) == batch, f"{len(work.works)} sequences decode, not {batch}"
     contexts = [item.end - steps // 2 for item in work.works]
@@ -115,6 +117,8 @@ def _measure_batch(llm: LLM, batch: int, steps: int, copy_rate: float) -> dict[s
         "tokens_per_second": batch / step_s,
         "step_ms": 1e3 * step_s,
         "mean_step_ms": 1e3 * (moments[-1] - moments[0]) / steps,
+        "host_ms": 1e3 * (moments[-1] - moments[0] - wait_s) / steps,
+        "late_steps": late_steps,
         "device_step_ms": 1e3 * device_s,
         "floor_ms": 1e3 * floor_s,
         "floor_share": floor_s / step_s,

@@ -89,7 +89,8 @@ def _decode(args: argparse.Namespace) -> dict[str, Any]:
     llm, figures = run_decode(_llm_maker(args), options, max_num_seqs=args.max_num_seqs, seed=args.seed)
     stats = llm.stats()
     columns = (
-        "batch bits context tokens_per_second step_ms device_step_ms floor_ms floor_share device_floor_share launches"
+        "batch bits context tokens_per_second step_ms device_step_ms host_ms late_steps floor_ms floor_share "
+        "device_floor_share launches"
     )
     _show(figures["rows"], columns.split())
     measured = stats["measured_bytes_peak"]

@@ -125,6 +125,8 @@ class Accounting:
             "preemptions": engine.preemptions,
             "max_running": engine.max_running,
             "steps": engine.steps,
+            "late_steps": engine.late_steps,
+            "wait_seconds": engine.wait_s,
             "tokens_generated": engine.tokens_generated,
             "compilations_after_warmup": self.compilations.count,
         }

@@ -90,6 +90,8 @@ class Engine:
         self.preemptions = 0
         self.max_running = 0
         self.tokens_generated = 0
+        self.late_steps = 0  # dispatched when the step before was done: the device waited for the host
+        self.wait_s = 0.0  # that the host waited for results of steps
         self._since_observation = 0
 
     @property
@@ -191,6 +193,8 @@ class Engine:
 
     def _dispatch(self, batch: Batch, kv_delta: list[tuple[int, int, np.ndarray]]) -> None:
         outputs = self.runner.dispatch(batch, kv_delta)
+        if self._flight and self._flight[-1].outputs.tokens.is_ready():
+            self.late_steps += 1
         outputs.tokens.copy_to_host_async()
         samples = tuple(work.samples for work in batch.works)
         for work, sampled in zip(batch.works, samples, strict=True):
@@ -208,7 +212,9 @@ class Engine:
 
     def _collect(self, flight: _Flight) -> list[Progress]:
         """Reads a step's results; waits for the step if it is still running."""
+        started_s = time.perf_counter()
         tokens = np.asarray(flight.outputs.tokens)
+        self.wait_s += time.perf_counter() - started_s
         nats = np.asarray(flight.outputs.nats) if flight.batch.shape.score else None
         progress = []
         for i, work in enumerate(flight.batch.works):

@@ -1,6 +1,7 @@
 """Requests at the edges: lengths, ends, refusals, streams, and what a request must not do to its batch mates."""
 
 import dataclasses
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -182,3 +183,18 @@ def test_logits_that_are_not_finite_abort_their_request_only(build, family):
     assert_idle(llm)
     for _ in range(3):  # the slots that held NaN are used again
         assert {x.token_ids for x in llm.generate([good] * 4, params(30))} == {wanted}
+
+
+def test_steps_for_which_the_device_waited_are_counted(llm):
+    request = llm.add_request(prompt(0, 17), params(12))
+    llm.step()
+    before = llm.stats()
+    for _ in range(4):
+        time.sleep(0.1)  # the step in flight is done long before the next is dispatched
+        llm.step()
+    after = llm.stats()
+    assert after["steps"] - before["steps"] == after["late_steps"] - before["late_steps"] == 4
+    assert 0 <= after["wait_seconds"] - before["wait_seconds"] < 0.1, "results were there already"
+    llm.abort(request)
+    while llm.engine.has_work:
+        llm.step()
