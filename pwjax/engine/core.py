@@ -62,6 +62,11 @@ class _Flight:
     mass: jax.Array | None
     rows: tuple[tuple[Sequence, int, int], ...]  # (sequence, row, epoch) of all that had run
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished the step."""
+        return self.outputs.tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # not declared by jax.Array
+
 
 class Engine:
     """Serves sequences with a runner, a scheduler and managed weights.
@@ -193,7 +198,7 @@ class Engine:
 
     def _dispatch(self, batch: Batch, kv_delta: list[tuple[int, int, np.ndarray]]) -> None:
         outputs = self.runner.dispatch(batch, kv_delta)
-        if self._flight and self._flight[-1].outputs.tokens.is_ready():
+        if self._flight and self._flight[-1].is_done:
             self.late_steps += 1
         outputs.tokens.copy_to_host_async()
         samples = tuple(work.samples for work in batch.works)
