@@ -101,6 +101,7 @@ def run_json(capsys, *argv: str) -> dict:
         (["eval", "ppl", "STORE", "--data", "TEXT", "--stride", "97"], "--stride is 97"),
         (["eval", "ppl", "STORE", "--data", "TEXT", "--limit-tokens", "0"], "--limit-tokens is 0"),
         (["eval", "ppl", "STORE", "--data", "TEXT", "--batch", "0"], "--max-num-seqs is 0"),
+        (["eval", "ppl", "STORE", "--data", "TEXT", "--method", "static", "--no-movement"], "--no-movement: parts of"),
         (["inspect"], "required: OUT"),
         (["inspect", "nowhere"], "nowhere: no such folder"),
         (["inspect", "."], "not a prepared model"),

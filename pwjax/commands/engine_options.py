@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from pwjax.engine.llm import LLM
 
 
+ABLATIONS = {
+    "routing": "ignore routing statistics",
+    "residual": "ignore prompt residuals",
+    "movement": "keep the first assignment, move nothing",
+    "sensitivity": "tell linear-blocks apart by nothing but their size",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options."""
     parser.add_argument("model", metavar="OUT", help="folder that `pwjax prepare` made")
@@ -38,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reserve-kv", action="store_true", help="hold the KV of full-length sequences from the start")
     add("--implementation", default="auto", choices=("auto", "triton", "xla"), help="of the kernels; no fallback")
     add("--no-exchange", action="store_true", help="don't trade bits between cold and hot experts")
-    add("--no-routing", action="store_true", help="ablation: ignore routing statistics")
+    for part, effect in ABLATIONS.items():
+        add(f"--no-{part}", action="store_true", help=f"ablation: {effect}")
     add("--replay", metavar="FILE.jsonl", help="repeat the page moves of an earlier --timeline")
     add("--seed", type=int, default=0, help="of random:<mean>, and of sampling")
 
@@ -46,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def build_llm(args: argparse.Namespace, **extra: Any) -> LLM:
     """Makes the `LLM` of parsed options; loading shows a bar on a terminal."""
     from pwjax.engine.llm import LLM
+    from pwjax.planner import Ablation
 
     names = (
         "mean_bits max_model_len max_num_seqs max_bits prefill_chunk_tokens dtype kv_dtype low_watermark_blocks "
@@ -53,7 +63,10 @@ def build_llm(args: argparse.Namespace, **extra: Any) -> LLM:
     ).split()
     options = {name: getattr(args, name) for name in names}
     options["arena_bytes"] = args.arena
-    options |= {"exchange": not args.no_exchange, "routing": not args.no_routing} | extra
+    options |= {
+        "exchange": not args.no_exchange,
+        "ablation": Ablation(**{part: not getattr(args, f"no_{part}") for part in ABLATIONS}),
+    } | extra
     bar = _LoadingBar()
     try:
         return LLM(args.model, memory_budget=args.memory_budget, method=args.method, on_progress=bar.update, **options)

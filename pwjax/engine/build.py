@@ -131,6 +131,7 @@ class _Builder:
             max_bits=self.max_bits,
             slot_bytes=self.slot_bytes,
             seed=config.seed,
+            ablation=config.ablation,
         )
 
     def _max_bits(self) -> int:
@@ -289,7 +290,7 @@ class _Builder:
         move, room for one sequence of full length."""
         if self.options.reserve_kv:
             return self.options.max_num_seqs * self._reserve_per_sequence()
-        if not self.options.method.moves_pages:
+        if not self.options.moves_pages:
             return self._reserve_per_sequence()
         return self._watermark_slots(num_slots)
 
@@ -318,7 +319,7 @@ class _Builder:
             self.kv.block_slots,
             self.max_bits,
             self.slot_bytes,
-            moves_pages=self.options.method.moves_pages,
+            moves_pages=self.options.moves_pages,
             replay=Replay(self.options.replay) if self.options.replay else None,
         )
         manager.load_initial(bits)
@@ -327,10 +328,17 @@ class _Builder:
     def _calibration(self) -> planner.Calibration:
         stored = self.model.manifest.policy
         policy = planner.Policy.from_dict(stored) if stored else planner.default_policy()
-        if not self.options.routing:
+        if not self.options.ablation.routing:
             policy = policy.without_routing()
         if not self.options.exchange:
             policy = dataclasses.replace(policy, exchange_moves=0)
-        return planner.Calibration(
-            sensitivity=self.precision.sensitivity, num_layers=self.shape[0], num_experts=self.shape[1], policy=policy
+        calibration = planner.Calibration(
+            sensitivity=self.precision.planned_sensitivity,
+            num_layers=self.shape[0],
+            num_experts=self.shape[1],
+            policy=policy,
+            ablation=self.options.ablation,
         )
+        if calibration.residual is None and not self.options.ablation.residual:
+            raise UserError(f"--no-residual: {self.model.path} has no prompt residuals to leave out")
+        return calibration

@@ -10,6 +10,7 @@ from pallas_kernels.bitplane_moe.layout import MAX_BITS, MIN_BITS
 from pallas_kernels.platform import Implementation, resolve_implementation
 from pwjax.engine.step_inputs import StepShape
 from pwjax.errors import UserError
+from pwjax.planner import NO_ABLATION, Ablation
 
 MethodName = Literal["bf16", "uniform", "random", "static", "pagedweight"]
 
@@ -78,7 +79,7 @@ class EngineConfig:
             quality is judged at the precision that the memory really allows.
         implementation: of the kernels; an explicit choice never falls back.
         exchange: trade bits between cold and hot experts when there is no pressure.
-        routing: use routing statistics (ablation switch).
+        ablation: parts of `pagedweight` that are switched off.
         replay: a `--timeline FILE.jsonl` of an earlier run, whose moves are repeated exactly.
         scoring: for evaluation by log-probability: only scoring steps are compiled.
         seed: of `random:<mean>` and of requests that name none.
@@ -100,7 +101,7 @@ class EngineConfig:
     reserve_kv: bool = False
     implementation: Literal["auto", "triton", "xla"] = "auto"
     exchange: bool = True
-    routing: bool = True
+    ablation: Ablation = NO_ABLATION
     replay: str | None = None
     scoring: bool = False
     seed: int = 0
@@ -121,6 +122,11 @@ class EngineConfig:
         takes_mean = self.method.name == "pagedweight" or str(self.method) == "static"
         if self.mean_bits is not None and not takes_mean:
             raise UserError(f"--mean-bits goes with --method pagedweight or static; {self.method} has its own bits")
+        if self.ablation.removed and self.method.name != "pagedweight":
+            flags = ", ".join(f"--no-{name}" for name in self.ablation.removed)
+            raise UserError(f"{flags}: parts of --method pagedweight; {self.method} has none of them")
+        if self.replay is not None and not self.ablation.movement:
+            raise UserError("--replay repeats moves and --no-movement forbids them; give one of them")
         if self.replay is not None and not self.method.moves_pages:
             raise UserError(f"--replay goes with --method pagedweight; {self.method} moves no pages")
         if self.mean_bits is not None and not MIN_BITS <= self.mean_bits <= MAX_BITS:
@@ -138,6 +144,11 @@ class EngineConfig:
             raise UserError("--dtype and --kv-dtype are bfloat16 or float32")
         if self.implementation not in ("auto", "triton", "xla"):
             raise UserError(f"--implementation is {self.implementation}; use auto, triton or xla")
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages move while serving."""
+        return self.method.moves_pages and self.ablation.movement
 
     @property
     def step_shapes(self) -> tuple[StepShape, ...]:

@@ -316,6 +316,7 @@ class LLM:
         experts = {"bitplane_moe": built.implementation} if self.engine.weights else {"dense_moe": "xla"}
         return {
             "method": str(self.config.method),
+            "ablated": list(self.config.ablation.removed),
             "device": jax.devices()[0].device_kind,
             "implementations": {"paged_attention": built.implementation, **experts},
             "host_store_bytes": built.host_store_bytes,

@@ -11,6 +11,7 @@ from pallas_kernels.bitplane_moe.layout import MIN_BITS
 from pwjax import planner
 from pwjax.engine.config import Method
 from pwjax.paging.page_table import WeightPageTable
+from pwjax.planner import Ablation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Precision:
 
     Attributes:
         sensitivity: float64 `[n, 6]`.
+        ablation: without `sensitivity`, serving starts from a table that doesn't tell linear-blocks apart.
         max_bits: highest precision served.
         seed: of `random:<mean>`.
     """
@@ -29,6 +31,7 @@ class Precision:
     max_bits: int
     slot_bytes: int
     seed: int
+    ablation: Ablation = planner.NO_ABLATION
 
     def at_load(self, capacity_slots: int) -> np.ndarray:
         """int8 `[n]`: what the method says, or else the best that fits `capacity_slots`."""
@@ -36,8 +39,20 @@ class Precision:
             return self._fixed
         table = self.table
         return planner.initial_bits(
-            self.sensitivity, table.resident_slots, table.weights, capacity_slots, self.max_bits, self.slot_bytes
+            self.planned_sensitivity,
+            table.resident_slots,
+            table.weights,
+            capacity_slots,
+            self.max_bits,
+            self.slot_bytes,
         )
+
+    @functools.cached_property
+    def planned_sensitivity(self) -> np.ndarray:
+        """float64 `[n, 6]`: what the planner goes by. Sizes never depend on it, so ablations get equal memory."""
+        if self.ablation.sensitivity:
+            return self.sensitivity
+        return planner.indifferent_sensitivity(self.sensitivity, self.table.weights)
 
     @functools.cached_property
     def _fixed(self) -> np.ndarray | None:

@@ -3,6 +3,7 @@
 `docs/planner.md` tells how it decides. Nothing here imports JAX, reads a clock or keeps state between calls.
 """
 
+from pwjax.planner.ablation import NO_ABLATION, Ablation, indifferent_sensitivity
 from pwjax.planner.assignment import (
     assigned_slots,
     capacity_for_mean_bits,
@@ -18,6 +19,8 @@ from pwjax.planner.queue import PlanQueue
 from pwjax.planner.types import Calibration, Move, Observation, Plan, TableView, top_bits
 
 __all__ = [
+    "NO_ABLATION",
+    "Ablation",
     "Calibration",
     "Move",
     "Observation",
@@ -30,6 +33,7 @@ __all__ = [
     "decide",
     "default_policy",
     "fit_multipliers",
+    "indifferent_sensitivity",
     "initial_bits",
     "mean_bits",
     "plan_step",

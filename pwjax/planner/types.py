@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pwjax.errors import UserError
+from pwjax.planner.ablation import NO_ABLATION, Ablation
 from pwjax.planner.policy import Policy
 
 MIN_BITS = 3
@@ -39,6 +40,7 @@ class Calibration:
             i at b bits, at the mean traffic of an expert.
         policy: buckets, floors and the other hyperparameters of the planner.
         residual: heads of equation 5; None means that every prompt residual is 1 (see `damage.prompt_residual`).
+        ablation: parts that are switched off; `residual` False makes every prompt residual 1.
     """
 
     sensitivity: FloatArray
@@ -46,6 +48,7 @@ class Calibration:
     num_experts: int
     policy: Policy
     residual: object | None = None
+    ablation: Ablation = NO_ABLATION
 
     def __post_init__(self) -> None:
         expected = (self.num_layers * self.num_experts * UNITS, NUM_BITS)
