@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXPERTS, HIDDEN, INNER = 8, 1024, 2048
 LAYER_BYTES = EXPERTS * 3 * HIDDEN * INNER * 2  # 96 MiB
 CONSTANT_BYTES = 48 * 2**20
+CHECK_BYTES = 24 * 2**20
 
 MEASURE = """
 import json, resource, sys
@@ -71,7 +72,7 @@ def test_peak_of_a_layer(tmp_path, layout):
     peaks = json.loads(output.splitlines()[-1])
     grown = {name: peak - peaks["start"] for name, peak in peaks.items()}
     assert grown["experts"] > 0.9 * LAYER_BYTES, f"the measurement is broken: {grown}"
-    assert grown["check_finite"] < CONSTANT_BYTES, grown
+    assert grown["check_finite"] < CHECK_BYTES, grown
     assert max(grown.values()) < 1.5 * LAYER_BYTES + CONSTANT_BYTES, grown
     print({name: round(value / LAYER_BYTES, 2) for name, value in grown.items()})
 
